@@ -67,8 +67,8 @@ class ModelConfig:
     dtype: str = "float32"  # of the stored weights
 
     def __post_init__(self) -> None:
-        positive = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-        for name in positive.split():
+        sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+        for name in [*sizes.split(), "num_key_value_heads", "head_dim"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -81,7 +81,8 @@ class ModelConfig:
         layers = self.sliding_window_layers
         if layers is not None and len(layers) != self.num_hidden_layers:
             raise ValueError(
-                f"sliding_window_layers has {len(layers)} entries for {self.num_hidden_layers} layers"
+                f"sliding_window_layers has {len(layers)} entries for "
+                f"num_hidden_layers={self.num_hidden_layers}"
             )
 
     @property

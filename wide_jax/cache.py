@@ -1,0 +1,55 @@
+"""The key-value cache: a static buffer per layer whose slot number is the token's position."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from wide_jax.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys (rotated) and values of one layer; slots at and past a row's length are never read."""
+
+    keys: Float[Array, "B S Hk d"]
+    values: Float[Array, "B S Hk d"]
+
+    def write(
+        self,
+        keys: Float[Array, "B T Hk d"],
+        values: Float[Array, "B T Hk d"],
+        slots: Int[Array, "B T"],
+    ) -> "LayerCache":
+        """Store new tokens at their slots; a slot outside the buffer (padding) stores nothing."""
+        rows = jnp.arange(slots.shape[0])[:, None]
+        return LayerCache(
+            self.keys.at[rows, slots].set(keys.astype(self.keys.dtype), mode="drop"),
+            self.values.at[rows, slots].set(values.astype(self.values.dtype), mode="drop"),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """All layers' caches and how many tokens each row holds."""
+
+    layers: tuple[LayerCache, ...]
+    lengths: Int[Array, "B"]
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row, S."""
+        return self.layers[0].keys.shape[1]
+
+    @classmethod
+    def empty(cls, config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> "KVCache":
+        """A cache for `batch` rows of up to `capacity` tokens."""
+        shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
+        layers = tuple(
+            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            for _ in range(config.num_hidden_layers)
+        )
+        return cls(layers, jnp.zeros((batch,), jnp.int32))

@@ -1,0 +1,193 @@
+"""The model: a Llama-like decoder whose sublayers can skip groups, token by token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from wide_jax.attention import Attention, AttentionInputs
+from wide_jax.batch import TokenBatch
+from wide_jax.cache import KVCache, LayerCache
+from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.layers import Embedding, Linear, RMSNorm, rotary_angles
+from wide_jax.mlp import MLP
+from wide_jax.router import Router, decide
+from wide_jax.routing import GroupMask, Masks, Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelOutput:
+    """What a forward pass returns; `masks` is None where everything ran without routers."""
+
+    hidden: Float[Array, "B T D"]  # after the final norm: `WideForCausalLM.logits` takes it
+    masks: Masks | None
+    cache: KVCache | None
+
+
+class DecoderLayer(nnx.Module):
+    """One decoder layer: attention and FFN, each with its norm, residual and (optional) router."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        wide: WideConfig | None,
+        layer: int,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.layer = layer
+        self.input_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype)
+        self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        if wide is None:
+            self.router_attention = self.router_ffn = None
+        else:
+            rank = wide.router_rank
+            self.router_attention = Router(hidden, rank, wide.attn_groups(config), rngs=rngs)
+            self.router_ffn = Router(hidden, rank, wide.ffn_groups(config), rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        shared: AttentionInputs,
+        cache: LayerCache | None,
+        routing: Routing,
+    ) -> tuple[Float[Array, "B T D"], tuple[GroupMask | None, GroupMask | None], LayerCache | None]:
+        attn_mask = decide(self.router_attention, x, routing, layer=self.layer, module="attention")
+        attended, cache = self.self_attn(self.input_layernorm(x), shared, cache, attn_mask)
+        x = x + attended
+        ffn_mask = decide(self.router_ffn, x, routing, layer=self.layer, module="ffn")
+        x = x + self.mlp(self.post_attention_layernorm(x), ffn_mask)
+        return x, (attn_mask, ffn_mask), cache
+
+
+class DecoderModel(nnx.Module):
+    """Embedding, layers and final norm (Hugging Face's `model.` prefix)."""
+
+    def __init__(
+        self, config: ModelConfig, wide: WideConfig | None, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            DecoderLayer(config, wide, layer, dtype=dtype, rngs=rngs)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+
+class WideForCausalLM(nnx.Module):
+    """A causal language model with token-level dynamic width pruning.
+
+    Args:
+        config: the architecture.
+        wide: group sizes and router rank; None builds the dense model, without routers.
+        dtype: of weights and activations; routers are float32 always.
+        rngs: for random initial weights. `wide_jax.load` fills in a checkpoint's instead.
+
+    Raises:
+        ValueError: group sizes that do not divide the model's heads or channels.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        wide: WideConfig | None = None,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if wide is not None:
+            wide.check(config)
+        self.config, self.wide = config, wide
+        self.model = DecoderModel(config, wide, dtype=dtype, rngs=rngs)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+        )
+
+    def __call__(
+        self,
+        batch: TokenBatch,
+        routing: Routing,
+        *,
+        cache: KVCache | None = None,
+        remat: bool = False,
+    ) -> ModelOutput:
+        """Run the layers.
+
+        Args:
+            batch: the tokens. With a cache every row is one segment that continues the row's
+                cached tokens: positions start at `cache.lengths`.
+            routing: how groups are chosen.
+            cache: keys and values of earlier tokens; the returned one holds these tokens too.
+            remat: keep only each layer's input for the backward pass and recompute the rest.
+
+        The caller sees to it that a cache has room: a token past its capacity would be lost.
+        """
+        shared = attention_inputs(self.config, batch, cache)
+        x = self.model.embed_tokens(batch.input_ids)
+        masks, caches = [], []
+        for index, layer in enumerate(self.model.layers):
+            layer_cache = None if cache is None else cache.layers[index]
+            run = _rematerialised(layer) if remat else layer
+            x, layer_masks, layer_cache = run(x, shared, layer_cache, routing)
+            masks.append(layer_masks)
+            caches.append(layer_cache)
+        if cache is not None:
+            added = batch.real.sum(axis=1, dtype=jnp.int32)
+            cache = KVCache(tuple(caches), cache.lengths + added)
+        attention, ffn = zip(*masks, strict=True)
+        chosen = None if attention[0] is None else Masks(attention, ffn)
+        return ModelOutput(self.model.norm(x), chosen, cache)
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Next-token logits of normed hidden states, in the model's dtype."""
+        head = self.model.embed_tokens.attend if self.lm_head is None else self.lm_head
+        return head(hidden)
+
+
+def attention_inputs(
+    config: ModelConfig, batch: TokenBatch, cache: KVCache | None
+) -> AttentionInputs:
+    """Rotary angles, cache slots and visibility, worked out once for all layers."""
+    length = batch.input_ids.shape[1] if cache is None else cache.capacity
+    cos, sin = rotary_angles(batch.positions, config.rope, config.head_dim, length)
+    window = None
+    if config.sliding_window is not None:
+        window = visible_keys(batch, cache, config.sliding_window)
+    slots = jnp.where(batch.real, batch.positions, length)
+    return AttentionInputs(cos, sin, slots, visible_keys(batch, cache, None), window)
+
+
+def visible_keys(
+    batch: TokenBatch, cache: KVCache | None, window: int | None
+) -> Bool[Array, "B T S"]:
+    """Which keys each token sees: itself and earlier tokens of its segment, within the window."""
+    position = batch.positions[:, :, None]
+    if cache is None:
+        key_position = batch.positions[:, None, :]
+        same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
+        allowed = same & batch.real[:, :, None]
+    else:
+        key_position = jnp.arange(cache.capacity, dtype=jnp.int32)[None, None, :]
+        allowed = batch.real[:, :, None]
+    visible = allowed & (key_position <= position)
+    return visible if window is None else visible & (key_position > position - window)
+
+
+def _rematerialised(layer: DecoderLayer):
+    """The layer with its activations recomputed in the backward pass (noise is keyed: equal)."""
+    graphdef, state = nnx.split(layer)
+
+    def run(state, *inputs):
+        return nnx.merge(graphdef, state)(*inputs)
+
+    checkpointed = jax.checkpoint(run)
+    return lambda *inputs: checkpointed(state, *inputs)

@@ -1,0 +1,82 @@
+"""The router: two linear maps from the residual stream to execute / skip logits per group."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from wide_jax.params import RouterParam
+from wide_jax.routing import (
+    AllOn,
+    Argmax,
+    Forced,
+    GroupMask,
+    GumbelSoftmax,
+    Module,
+    Routing,
+    execute_margin,
+    sample_mask,
+)
+
+
+class RouterLinear(nnx.Module):
+    """A linear map in float32 at highest precision: TF32 would flip decisions near ties."""
+
+    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs):
+        bound = (3.0 / in_features) ** 0.5  # `lecun_uniform`, with fan_in the second axis here
+        self.weight = RouterParam(
+            jax.random.uniform(
+                rngs.params(), (out_features, in_features), jnp.float32, -bound, bound
+            )
+        )
+        self.bias = RouterParam(jnp.zeros((out_features,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        y = jnp.einsum("...k,nk->...n", x, self.weight[...], precision=jax.lax.Precision.HIGHEST)
+        return y + self.bias[...]
+
+
+class Router(nnx.Module):
+    """`D -> R -> 2 * groups` with nothing between the maps; class 0 = execute, class 1 = skip."""
+
+    def __init__(self, hidden_size: int, rank: int, groups: int, *, rngs: nnx.Rngs):
+        self.groups = groups
+        self.compressor = RouterLinear(hidden_size, rank, rngs=rngs)
+        self.router = RouterLinear(rank, 2 * groups, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T groups 2"]:
+        logits = self.router(self.compressor(x.astype(jnp.float32)))
+        return logits.reshape(*logits.shape[:-1], self.groups, 2)
+
+
+def decide(
+    router: Router | None,
+    x: Float[Array, "B T D"],
+    routing: Routing,
+    *,
+    layer: int,
+    module: Module,
+) -> GroupMask | None:
+    """The mask of one sublayer, or None for "everything runs".
+
+    `x` is the residual stream that enters the sublayer, before its norm.
+
+    Raises:
+        ValueError: `routing` needs a router and the model has none.
+    """
+    match routing:
+        case AllOn():
+            return None
+        case Forced(masks):
+            return getattr(masks, module)[layer]
+    if router is None:
+        raise ValueError(
+            f"{type(routing).__name__} routing needs routers and this model has none: "
+            "build it with a WideConfig, or use AllOn"
+        )
+    logits = router(x)
+    match routing:
+        case Argmax():
+            return execute_margin(logits) >= 0
+        case GumbelSoftmax():
+            return sample_mask(logits, routing, layer, module)
