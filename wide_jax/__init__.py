@@ -1,0 +1,1 @@
+"""Token-level dynamic width pruning for Llama- and Qwen-architecture language models."""

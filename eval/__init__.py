@@ -1,0 +1,1 @@
+"""Evaluation and benchmarks: quality with the masks accounted, and measured speed."""
