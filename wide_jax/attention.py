@@ -5,11 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from wide_jax.cache import LayerCache
 from wide_jax.config import ModelConfig
 from wide_jax.layers import Linear, RMSNorm, rotate
+from wide_jax.partition import constrain
 from wide_jax.routing import GroupMask
 
 
@@ -18,8 +20,8 @@ from wide_jax.routing import GroupMask
 class AttentionInputs:
     """What every layer's attention shares in one forward pass."""
 
-    cos: Float[Array, "B T d/2"]
-    sin: Float[Array, "B T d/2"]
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
     slots: Int[Array, "B T"]  # where each token's key goes in the cache; out of range: nowhere
     visible: Bool[Array, "B T S"]  # which keys each token sees
     visible_window: Bool[Array, "B T S"] | None  # the same in layers with a sliding window
@@ -31,7 +33,7 @@ class Attention(nnx.Module):
     Keys and values are computed for every token whatever the mask says.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         hidden = config.hidden_size
@@ -70,5 +72,5 @@ class Attention(nnx.Module):
             out = out * heads.astype(out.dtype)
         return self.o_proj(out.reshape(*out.shape[:2], -1)), cache
 
-    def _heads(self, x: Float[Array, "B T H*d"]) -> Float[Array, "B T H d"]:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
+    def _heads(self, x: Float[Array, "B T Hd"]) -> Float[Array, "B T H d"]:
+        return constrain(x.reshape(*x.shape[:2], -1, self.head_dim), "heads_BTNd")

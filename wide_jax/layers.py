@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from wide_jax.config import RopeConfig
@@ -19,7 +20,7 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, in_features: int, out_features: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
     ):
         self.weight = BaseParam(
             0.02 * jax.random.normal(rngs.params(), (out_features, in_features), dtype)
@@ -34,7 +35,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
         self.weight = BaseParam(jnp.ones((size,), dtype))
         self.eps = eps
 
@@ -48,7 +49,7 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding; also the output head of a model that ties the two."""
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, vocab_size: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = BaseParam(0.02 * jax.random.normal(rngs.params(), (vocab_size, size), dtype))
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
@@ -61,7 +62,7 @@ class Embedding(nnx.Module):
 
 def rotary_angles(
     positions: Int[Array, "B T"], rope: RopeConfig, head_dim: int, max_length: int
-) -> tuple[Float[Array, "B T d/2"], Float[Array, "B T d/2"]]:
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosine and sine of every position's angles, float32 (bf16 cannot tell long positions apart).
 
     `max_length` is the longest sequence of the call; only RoPE types whose frequencies depend on
@@ -75,8 +76,8 @@ def rotary_angles(
 
 def rotate(
     x: Float[Array, "B T H d"],
-    cos: Float[Array, "B T d/2"],
-    sin: Float[Array, "B T d/2"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
 ) -> Float[Array, "B T H d"]:
     """Turn each head's pairs (i, i + d/2) by their angles: the rotate-half layout of Hugging Face.
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from wide_jax.attention import Attention, AttentionInputs
@@ -13,6 +14,7 @@ from wide_jax.cache import KVCache, LayerCache
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.layers import Embedding, Linear, RMSNorm, rotary_angles
 from wide_jax.mlp import MLP
+from wide_jax.partition import constrain
 from wide_jax.router import Router, decide
 from wide_jax.routing import GroupMask, Masks, Routing
 
@@ -25,6 +27,20 @@ class ModelOutput:
     hidden: Float[Array, "B T D"]  # after the final norm: `WideForCausalLM.logits` takes it
     masks: Masks | None
     cache: KVCache | None
+    # What argmax would have chosen from the same residual stream, where routers were asked:
+    # training samples its masks and reports these beside them.
+    argmax: Masks | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerDecisions:
+    """One layer's masks, and the argmax ones (None where no router was asked)."""
+
+    attention: GroupMask | None
+    ffn: GroupMask | None
+    attention_argmax: Bool[Array, "B T Ga"] | None
+    ffn_argmax: Bool[Array, "B T Gf"] | None
 
 
 class DecoderLayer(nnx.Module):
@@ -36,7 +52,7 @@ class DecoderLayer(nnx.Module):
         wide: WideConfig | None,
         layer: int,
         *,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -58,20 +74,22 @@ class DecoderLayer(nnx.Module):
         shared: AttentionInputs,
         cache: LayerCache | None,
         routing: Routing,
-    ) -> tuple[Float[Array, "B T D"], tuple[GroupMask | None, GroupMask | None], LayerCache | None]:
-        attn_mask = decide(self.router_attention, x, routing, layer=self.layer, module="attention")
+    ) -> tuple[Float[Array, "B T D"], LayerDecisions, LayerCache | None]:
+        attn_mask, attn_argmax = decide(
+            self.router_attention, x, routing, layer=self.layer, module="attention"
+        )
         attended, cache = self.self_attn(self.input_layernorm(x), shared, cache, attn_mask)
-        x = x + attended
-        ffn_mask = decide(self.router_ffn, x, routing, layer=self.layer, module="ffn")
-        x = x + self.mlp(self.post_attention_layernorm(x), ffn_mask)
-        return x, (attn_mask, ffn_mask), cache
+        x = constrain(x + attended, "hidden_BTD")
+        ffn_mask, ffn_argmax = decide(self.router_ffn, x, routing, layer=self.layer, module="ffn")
+        x = constrain(x + self.mlp(self.post_attention_layernorm(x), ffn_mask), "hidden_BTD")
+        return x, LayerDecisions(attn_mask, ffn_mask, attn_argmax, ffn_argmax), cache
 
 
 class DecoderModel(nnx.Module):
     """Embedding, layers and final norm (Hugging Face's `model.` prefix)."""
 
     def __init__(
-        self, config: ModelConfig, wide: WideConfig | None, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, config: ModelConfig, wide: WideConfig | None, *, dtype: DTypeLike, rngs: nnx.Rngs
     ):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
@@ -99,7 +117,7 @@ class WideForCausalLM(nnx.Module):
         config: ModelConfig,
         wide: WideConfig | None = None,
         *,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         if wide is not None:
@@ -132,20 +150,29 @@ class WideForCausalLM(nnx.Module):
         The caller sees to it that a cache has room: a token past its capacity would be lost.
         """
         shared = attention_inputs(self.config, batch, cache)
-        x = self.model.embed_tokens(batch.input_ids)
-        masks, caches = [], []
+        x = constrain(self.model.embed_tokens(batch.input_ids), "hidden_BTD")
+        decisions, caches = [], []
         for index, layer in enumerate(self.model.layers):
             layer_cache = None if cache is None else cache.layers[index]
             run = _rematerialised(layer) if remat else layer
-            x, layer_masks, layer_cache = run(x, shared, layer_cache, routing)
-            masks.append(layer_masks)
+            x, chosen, layer_cache = run(x, shared, layer_cache, routing)
+            decisions.append(chosen)
             caches.append(layer_cache)
         if cache is not None:
             added = batch.real.sum(axis=1, dtype=jnp.int32)
             cache = KVCache(tuple(caches), cache.lengths + added)
-        attention, ffn = zip(*masks, strict=True)
-        chosen = None if attention[0] is None else Masks(attention, ffn)
-        return ModelOutput(self.model.norm(x), chosen, cache)
+        masks = argmax = None
+        if decisions[0].attention is not None:
+            masks = Masks(
+                tuple(layer.attention for layer in decisions),
+                tuple(layer.ffn for layer in decisions),
+            )
+        if decisions[0].attention_argmax is not None:
+            argmax = Masks(
+                tuple(layer.attention_argmax for layer in decisions),
+                tuple(layer.ffn_argmax for layer in decisions),
+            )
+        return ModelOutput(self.model.norm(x), masks, cache, argmax)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Next-token logits of normed hidden states, in the model's dtype."""

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from wide_jax.params import RouterParam
 from wide_jax.routing import (
@@ -56,27 +56,29 @@ def decide(
     *,
     layer: int,
     module: Module,
-) -> GroupMask | None:
-    """The mask of one sublayer, or None for "everything runs".
+) -> tuple[GroupMask | None, Bool[Array, "B T groups"] | None]:
+    """The mask of one sublayer (None: everything runs), and what argmax would have chosen.
 
-    `x` is the residual stream that enters the sublayer, before its norm.
+    `x` is the residual stream that enters the sublayer, before its norm. The second value is None
+    where no router was asked.
 
     Raises:
         ValueError: `routing` needs a router and the model has none.
     """
     match routing:
         case AllOn():
-            return None
+            return None, None
         case Forced(masks):
-            return getattr(masks, module)[layer]
+            return getattr(masks, module)[layer], None
     if router is None:
         raise ValueError(
             f"{type(routing).__name__} routing needs routers and this model has none: "
             "build it with a WideConfig, or use AllOn"
         )
     logits = router(x)
+    argmax = execute_margin(logits) >= 0
     match routing:
         case Argmax():
-            return execute_margin(logits) >= 0
+            return argmax, argmax
         case GumbelSoftmax():
-            return sample_mask(logits, routing, layer, module)
+            return sample_mask(logits, routing, layer, module), argmax

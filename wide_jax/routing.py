@@ -14,6 +14,8 @@ Module = Literal["attention", "ffn"]
 MODULES: tuple[Module, ...] = ("attention", "ffn")
 
 GroupMask = Bool[Array, "B T groups"] | Float[Array, "B T groups"]
+AttentionMask = Bool[Array, "B T Ga"] | Float[Array, "B T Ga"]
+FFNMask = Bool[Array, "B T Gf"] | Float[Array, "B T Gf"]
 
 
 @jax.tree_util.register_dataclass
@@ -24,8 +26,8 @@ class Masks:
     `attention[i]` is layer i's `[B, T, Ga]`, `ffn[i]` its `[B, T, Gf]`.
     """
 
-    attention: tuple[GroupMask, ...]
-    ffn: tuple[GroupMask, ...]
+    attention: tuple[AttentionMask, ...]
+    ffn: tuple[FFNMask, ...]
 
 
 @jax.tree_util.register_dataclass
