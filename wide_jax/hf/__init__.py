@@ -1,0 +1,1 @@
+"""Hugging Face in and out: configs, weights, tokenizers, GGUF, and the WIDE model folder."""
