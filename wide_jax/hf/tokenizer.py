@@ -1,0 +1,23 @@
+"""Tokenizers through `transformers.AutoTokenizer`, without torch and without a network."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a model folder (a `transformers` fast tokenizer).
+
+    Raises:
+        FileNotFoundError: the folder has no `tokenizer.json`.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").exists():
+        raise FileNotFoundError(
+            f"{folder}: tokenizer.json is missing; only fast tokenizers are supported. Copy the "
+            "model's tokenizer files there, or save them anew with transformers' save_pretrained"
+        )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
