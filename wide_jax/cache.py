@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from wide_jax.config import ModelConfig
@@ -45,7 +46,7 @@ class KVCache:
         return self.layers[0].keys.shape[1]
 
     @classmethod
-    def empty(cls, config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> "KVCache":
+    def empty(cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> "KVCache":
         """A cache for `batch` rows of up to `capacity` tokens."""
         shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
         layers = tuple(
@@ -53,3 +54,15 @@ class KVCache:
             for _ in range(config.num_hidden_layers)
         )
         return cls(layers, jnp.zeros((batch,), jnp.int32))
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise ValueError unless every row has slots for `new_tokens` more. Waits for the device.
+
+        Compiled code cannot raise: a token past the capacity would be lost there without a word.
+        """
+        longest = int(self.lengths.max())
+        if longest + new_tokens > self.capacity:
+            raise ValueError(
+                f"the cache has {self.capacity} slots a row and {longest} are filled: "
+                f"{new_tokens} more do not fit; make one with capacity >= {longest + new_tokens}"
+            )

@@ -16,7 +16,7 @@ from wide_jax.layers import Embedding, Linear, RMSNorm, rotary_angles
 from wide_jax.mlp import MLP
 from wide_jax.partition import constrain
 from wide_jax.router import Router, decide
-from wide_jax.routing import GroupMask, Masks, Routing
+from wide_jax.routing import AttentionMask, FFNMask, Masks, Routing
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ class ModelOutput:
 class LayerDecisions:
     """One layer's masks, and the argmax ones (None where no router was asked)."""
 
-    attention: GroupMask | None
-    ffn: GroupMask | None
+    attention: AttentionMask | None
+    ffn: FFNMask | None
     attention_argmax: Bool[Array, "B T Ga"] | None
     ffn_argmax: Bool[Array, "B T Gf"] | None
 
