@@ -65,22 +65,22 @@ def test_case_D4_nothing_depends_on_the_batch_size(wide_model, rule):
         assert result.accounting == results[0].accounting
 
 
-@nnx.jit
-def plain_forward(model, batch):
-    output = model(batch, Argmax())
-    log_probs = jax.nn.log_softmax(model.logits(output.hidden)[0])
-    return log_probs, usage(output.masks, batch.real, batch.positions + 1, TINY)
-
-
 def test_values_equal_a_plain_forward_pass(wide_model):
     text = random_text(12, 40)
     config = PerplexityConfig("rolling", 16, batch_size=3, prefix_token=P)
     result = evaluate_perplexity(wide_model, text, config)
     loss, used = 0.0, None
+
+    @jax.jit
+    def plain_forward(batch):
+        output = wide_model(batch, Argmax())
+        log_probs = jax.nn.log_softmax(wide_model.logits(output.hidden)[0])
+        return log_probs, usage(output.masks, batch.real, batch.positions + 1, TINY)
+
     for ids in text.documents:
         for window in rolling_windows(ids, 16, P):
             batch = TokenBatch.from_lengths(jnp.asarray(window.inputs)[None])
-            log_probs, part = plain_forward(wide_model, batch)
+            log_probs, part = plain_forward(batch)
             every = np.asarray(log_probs)[np.arange(len(window.targets)), window.targets]
             loss -= every[window.scored].sum()
             used = part.to_host() if used is None else used + part.to_host()
