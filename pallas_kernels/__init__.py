@@ -1,0 +1,15 @@
+"""GPU kernels for products and attention that skip (token, group) pairs; usable on their own.
+
+    layout = mask_layout(mask)              # once per routing decision
+    q = gemm_mn(x, w_q, layout_attention)   # query projection of the active head groups
+    h = swiglu_up(x, w_gate, w_up, layout)  # FFN channels of the active groups
+
+docs/kernels.md explains layout, kernels and measurements.
+"""
+
+from pallas_kernels.dispatch import Choice as Choice
+from pallas_kernels.dispatch import explain as explain
+from pallas_kernels.gemm_mn import gemm_mn as gemm_mn
+from pallas_kernels.layout import MaskLayout as MaskLayout
+from pallas_kernels.layout import mask_layout as mask_layout
+from pallas_kernels.swiglu_up import swiglu_up as swiglu_up

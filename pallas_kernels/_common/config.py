@@ -1,0 +1,97 @@
+"""Tile sizes of the GEMM kernels: frozen, checked, and written to JSON and back."""
+
+import dataclasses
+from typing import Any
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """The compacted form: tiles of `block_m` active tokens of one group.
+
+    A tile is `block_m` tokens x `block_n` output channels (for `swiglu_up`: of gate *and* of up),
+    reduced `block_k` inputs at a time with `num_stages` buffers. `band` tiles of tokens are
+    launched together, tokens fastest (`_common/tile_kernel.py` draws the order).
+    `tma` fetches the weight tiles with the bulk copy engine (compute capability 9.0 and later).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    band: int = 16
+    tma: bool = False
+
+    def __post_init__(self):
+        for field in ("block_m", "block_n", "block_k", "num_warps"):
+            if not _power_of_two(getattr(self, field)):
+                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
+        for field in ("num_stages", "band"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+
+    def shared_memory_bytes(self, itemsize: int, matrices: int, capability: str) -> int:
+        """Model of the shared memory one thread block takes, bytes.
+
+        `matrices` is 1, or 2 when gate and up share a tile. The loop keeps `num_stages` copies of
+        both operand tiles; before Hopper the last one lives in registers, so one copy fewer.
+        The result is staged through the same memory on its way out, as `itemsize`-byte values.
+        """
+        stage = (self.block_m + matrices * self.block_n) * self.block_k * itemsize
+        stages = self.num_stages if float(capability) >= 9.0 else max(self.num_stages - 1, 1)
+        if capability in ("12.0", "12.1"):
+            stages = max(self.num_stages - 1, 1)
+        out = self.block_m * self.block_n * itemsize
+        return max(stage * stages, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallConfig:
+    """The form for 1..64 tokens: `block_n` channels of one group, all tokens at once.
+
+    The group's weights are read once, `block_k` inputs at a time, if any token needs them.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for field in ("block_n", "block_k", "num_warps"):
+            if not _power_of_two(getattr(self, field)):
+                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+
+    def shared_memory_bytes(self, itemsize: int, matrices: int, capability: str) -> int:
+        """Model of the shared memory one thread block takes, bytes, for 64 tokens (the most)."""
+        stage = (64 + matrices * self.block_n) * self.block_k * itemsize
+        stages = self.num_stages if float(capability) >= 9.0 else max(self.num_stages - 1, 1)
+        return stage * stages
+
+
+Config = TileConfig | SmallConfig
+FORMS: dict[str, type[TileConfig] | type[SmallConfig]] = {"tile": TileConfig, "small": SmallConfig}
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The JSON object of a config; `from_json` reads it back."""
+    form = next(name for name, cls in FORMS.items() if isinstance(config, cls))
+    return {"form": form, **dataclasses.asdict(config)}
+
+
+def from_json(data: dict[str, Any]) -> Config:
+    """A config from its JSON object. Raises `ValueError` on an unknown form or field."""
+    fields = dict(data)
+    form = fields.pop("form", None)
+    if form not in FORMS:
+        raise ValueError(f"unknown config form {form!r}; known: {sorted(FORMS)}")
+    try:
+        return FORMS[form](**fields)
+    except TypeError as error:
+        raise ValueError(f"config {data} does not fit {FORMS[form].__name__}: {error}") from error

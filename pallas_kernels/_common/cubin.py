@@ -1,0 +1,99 @@
+"""Compiling a Triton kernel for a card that is not there: machine code and what it uses.
+
+Goes through `triton.compile` with the arguments' alignment that jax-triton promises at a call
+(arrays 16 bytes), down to the cubin, and reads registers, spills and shared memory off it with the
+`cuobjdump` that Triton carries.
+"""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one thread block of a compiled kernel takes. `spills` are bytes a thread."""
+
+    registers: int
+    spills: int
+    shared_memory: int
+    instructions: frozenset[str]
+
+
+# Instructions worth knowing about in the PTX.
+MARKERS = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "cp.async.bulk.tensor",
+    "cp.async.ca",
+    "cp.async.cg",
+    "red.global",
+    "atom.",
+)
+
+
+def compile_usage(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: str,
+    num_warps: int,
+    num_stages: int,
+) -> Usage:
+    """Compile for a compute capability and report. `signature`: parameter -> "*bf16", "i32", ...
+
+    Raises whatever the compiler or assembler raises when the kernel does not compile.
+    """
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    attrs = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*")
+    }
+    source = ASTSource(kernel, types, dict(constants), attrs)
+    target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    ptx = compiled.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        text = subprocess.run(
+            [_cuobjdump(), "-res-usage", str(path)], check=True, capture_output=True, text=True
+        )
+    usage = text.stdout + text.stderr
+    return Usage(
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        spills=int(re.search(r"STACK:(\d+)", usage)[1]),
+        shared_memory=compiled.metadata.shared,
+        instructions=frozenset(marker for marker in MARKERS if marker in ptx),
+    )
+
+
+def _cuobjdump() -> str:
+    return str(pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+TYPE_NAMES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+
+
+def tile_signature(dtype: str, tma_block: tuple[int, int] | None = None) -> dict[str, str]:
+    """Parameter types of `tile_kernel`; `tma_block` when w is a tensor descriptor."""
+    kind = TYPE_NAMES[dtype]
+    w = kind if tma_block is None else f"tensordesc<{kind[1:]}[{tma_block[0]},{tma_block[1]}]>"
+    return dict(x=kind, w=w, w_up=kind, bias=kind, order="*i32", count="*i32", M="i32", out=kind)
+
+
+def small_signature(dtype: str) -> dict[str, str]:
+    """Parameter types of `small_kernel`."""
+    kind = TYPE_NAMES[dtype]
+    return dict(x=kind, w=kind, w_up=kind, bias=kind, mask="*i1", M="i32", out=kind)

@@ -1,0 +1,56 @@
+"""From a named or chosen implementation to its call: the same steps for every GEMM op."""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels._common.config import Config
+from pallas_kernels._common.device import current_device
+from pallas_kernels.dispatch import IMPLEMENTATIONS, Problem, choose, config_for
+from pallas_kernels.layout import MaskLayout
+
+
+def resolve(
+    problem: Problem, implementation: str | None, config: Config | None
+) -> tuple[str, Config | None]:
+    """The implementation to run and its config; `None` asks the table.
+
+    Raises `ValueError` on an unknown name, or a config for what has none.
+    """
+    if implementation is None:
+        if config is not None:
+            raise ValueError("name the implementation that the config is for")
+        choice = choose(problem)
+        return choice.implementation, choice.config
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown {implementation=}; known: {', '.join(IMPLEMENTATIONS)}")
+    if implementation in ("reference", "dense"):
+        if config is not None:
+            raise ValueError(f"implementation='{implementation}' has no tile sizes to configure")
+        return implementation, None
+    return implementation, config if config is not None else config_for(problem)
+
+
+def run_kernel(
+    problem: Problem,
+    implementation: str,
+    x: Float[Array, "M K"],
+    weights: tuple[Float[Array, "N K"], ...],
+    bias: Float[Array, " N"] | None,
+    layout: MaskLayout,
+    config: Config,
+) -> Float[Array, "M N"]:
+    """Run the `pallas` or `triton` kernel; raise `NotImplementedError` where it cannot run."""
+    from pallas_kernels._common import pallas_support, triton_support
+    from pallas_kernels._common.config import TileConfig
+
+    capability = current_device().capability
+    if implementation == "triton":
+        triton_support.require_device(problem.op, capability)
+        from pallas_kernels._common.triton_gemm import pruned_gemm
+
+        return pruned_gemm(x, weights, bias, layout, problem.group, config)
+    pallas_support.require_device(problem.op, capability)
+    from pallas_kernels._common.pallas_tile import tile_gemm
+
+    if not isinstance(config, TileConfig):
+        config = TileConfig(16, min(64, config.block_n), 32, 4, 2, 1)
+    return tile_gemm(x, weights, bias, layout, problem.group, config)

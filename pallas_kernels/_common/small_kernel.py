@@ -1,0 +1,114 @@
+"""The form for few tokens (1..64) of the output-pruned GEMMs: bound by the bytes of the weights.
+
+One program reads `BLOCK_N` channels of one group, once, if any token needs the group:
+
+    program id -> (group, tile in group);   needed = any(mask[:, group])
+    one token:     sum over k of w[BLOCK_N, k] * x[k]     on the ordinary units, from registers
+    more tokens:   w[BLOCK_N, k] . x[tokens, k]^T         on the tensor cores, weights as the
+                                                          long operand
+A token whose group is off gets zeros in the same store; its column of the product is discarded.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def small_kernel(
+    x,  # [M, K]
+    w,  # [N, K]
+    w_up,  # [N, K], read if GLU
+    bias,  # [N], read if HAS_BIAS
+    mask,  # [M, GROUPS] bool
+    M,
+    out,  # [M, N]
+    N: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GLU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,  # 1, or M rounded up to 16, 32, 64
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    TILES_G: tl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    group = pid // TILES_G
+    first_column = group * G + (pid % TILES_G) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    column_ok = columns < tl.minimum(group * G + G, N)
+    channel = tl.minimum(columns, N - 1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    w_tile = w + channel[:, None] * K + k[None, :]
+    w_up_tile = w_up + channel[:, None] * K + k[None, :]
+
+    if TOKENS == 1:
+        on = tl.load(mask + group).to(tl.int32)
+        result = tl.zeros((BLOCK_N,), tl.float32)
+        if on != 0:
+            x_tile = x + k
+            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            for start in range(0, K, BLOCK_K):
+                ok = start + k < K
+                if K % BLOCK_K == 0:
+                    a = tl.load(w_tile)
+                    b = tl.load(x_tile)
+                else:
+                    a = tl.load(w_tile, mask=ok[None, :], other=0.0)
+                    b = tl.load(x_tile, mask=ok, other=0.0)
+                acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+                if GLU:
+                    if K % BLOCK_K == 0:
+                        c = tl.load(w_up_tile)
+                    else:
+                        c = tl.load(w_up_tile, mask=ok[None, :], other=0.0)
+                    acc_up += c.to(tl.float32) * b.to(tl.float32)[None, :]
+                x_tile += BLOCK_K
+                w_tile += BLOCK_K
+                w_up_tile += BLOCK_K
+            result = tl.sum(acc, axis=1)
+            if GLU:
+                result = result / (1.0 + tl.exp(-result)) * tl.sum(acc_up, axis=1)
+            if HAS_BIAS:
+                result += tl.load(bias + columns, mask=column_ok, other=0.0).to(tl.float32)
+        tl.store(out + columns, result.to(out.dtype.element_ty), mask=column_ok)
+    else:
+        tokens = tl.arange(0, TOKENS)
+        token_ok = tokens < M
+        on = tl.load(mask + tokens * GROUPS + group, mask=token_ok, other=0).to(tl.int32)
+        result = tl.zeros((BLOCK_N, TOKENS), tl.float32)
+        if tl.max(on, axis=0) != 0:
+            row = tl.where(on != 0, tokens, 0)
+            x_tile = x + row.to(tl.int64)[None, :] * K + k[:, None]
+            acc_up = tl.zeros((BLOCK_N, TOKENS), tl.float32)
+            for start in range(0, K, BLOCK_K):
+                ok = start + k < K
+                if K % BLOCK_K == 0:
+                    a = tl.load(w_tile)
+                    b = tl.load(x_tile)
+                else:
+                    a = tl.load(w_tile, mask=ok[None, :], other=0.0)
+                    b = tl.load(x_tile, mask=ok[:, None], other=0.0)
+                result = tl.dot(a, b, result, input_precision=PRECISION)
+                if GLU:
+                    if K % BLOCK_K == 0:
+                        c = tl.load(w_up_tile)
+                    else:
+                        c = tl.load(w_up_tile, mask=ok[None, :], other=0.0)
+                    acc_up = tl.dot(c, b, acc_up, input_precision=PRECISION)
+                x_tile += BLOCK_K
+                w_tile += BLOCK_K
+                w_up_tile += BLOCK_K
+            if GLU:
+                result = result / (1.0 + tl.exp(-result)) * acc_up
+            if HAS_BIAS:
+                result += tl.load(bias + columns, mask=column_ok, other=0.0).to(tl.float32)[:, None]
+        result = tl.where((on != 0)[None, :], result, 0.0)
+        tl.store(
+            out + tokens.to(tl.int64)[None, :] * N + columns[:, None],
+            result.to(out.dtype.element_ty),
+            mask=token_ok[None, :] & column_ok[:, None],
+        )

@@ -1,0 +1,122 @@
+"""Calling Triton kernels from JAX: an optional extra, loaded on first use.
+
+Every Triton kernel of this package goes through `launch`. On a GPU that is `jax_triton`; under
+`_common.testing.interpreted()` it is Triton's NumPy interpreter, so that the kernel bodies
+themselves run in tests on a CPU.
+"""
+
+import contextvars
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+# jax-triton and triton versions that are tested together (pinned by the `gpu` extra).
+TESTED_PAIR = {"jax-triton": "0.4.1", "triton": "3.7"}
+
+interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether jax-triton and Triton are installed. Imports neither."""
+    return all(importlib.util.find_spec(name) is not None for name in ("jax_triton", "triton"))
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of jax-triton and triton; "not installed" where missing."""
+    found = {}
+    for name in TESTED_PAIR:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def load() -> Any:
+    """The `jax_triton` module. Raises `NotImplementedError` naming both versions if it fails."""
+    try:
+        import jax_triton
+    except Exception as error:  # any failure inside a third-party import means "cannot run here"
+        found = ", ".join(f"{name} {version}" for name, version in versions().items())
+        wanted = ", ".join(f"{name} {version}" for name, version in TESTED_PAIR.items())
+        raise NotImplementedError(
+            f"Triton kernels need a working jax-triton and triton; found {found}; tested with "
+            f"{wanted} (install the `gpu` extra): {error}"
+        ) from error
+    return jax_triton
+
+
+def require_device(op: str, capability: str | None) -> None:
+    """Raise `NotImplementedError` where a Triton kernel cannot run: no CUDA device from 8.0 on."""
+    if interpreting.get():
+        return
+    if capability is None or float(capability) < 8.0:
+        raise NotImplementedError(
+            f"{op}: the triton implementation needs a CUDA device of compute capability 8.0 or "
+            f"later, this one has {capability}; use implementation='reference'"
+        )
+    load()
+
+
+def launch(
+    kernel: Any,
+    arrays: Sequence[jax.Array],
+    scalars: Sequence[int],
+    out: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: int,
+    constants: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+    in_place: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Run `kernel(*in_place, *arrays, *scalars, *out, **constants)` over `grid` programs.
+
+    Returns the new values of `in_place` (their buffers are updated, not copied, where XLA owns
+    them) followed by the outputs. Under `jax.vmap` the calls run one after another; the result
+    cannot be differentiated (`NotImplementedError`).
+    """
+    name = kernel.__name__
+
+    @jax.custom_batching.sequential_vmap
+    def run(mutable, arrays):
+        if interpreting.get():
+            from pallas_kernels._common import interpreter
+
+            return interpreter.run(kernel, mutable, arrays, scalars, out, grid, constants)
+        jax_triton = load()
+        refs = [jax.new_ref(array) for array in mutable]
+        results = jax_triton.triton_call(
+            *refs,
+            *arrays,
+            *scalars,
+            kernel=kernel,
+            out_type=list(out),
+            grid=grid,
+            name=name,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            **constants,
+        )
+        return [*(jax.freeze(ref) for ref in refs), *results]
+
+    return not_differentiable(run, name)(list(in_place), list(arrays))
+
+
+def not_differentiable(function: Any, name: str) -> Any:
+    """`function`, raising `NotImplementedError` in words when JAX tries to differentiate it."""
+    wrapped = jax.custom_jvp(function)
+
+    @wrapped.defjvp
+    def rule(primals, tangents):
+        raise NotImplementedError(
+            f"{name} has no derivative: the compiled kernels are for inference. Differentiate "
+            "implementation='reference' instead."
+        )
+
+    return wrapped

@@ -1,0 +1,1 @@
+"""Tables of tuned configs, one JSON file a device kind (`_common/tuned.py` reads them)."""

@@ -1,0 +1,140 @@
+"""The contract every op and implementation has to keep; `test_contract.py` runs it.
+
+On a CPU the kernel bodies run in their interpreters, on small shapes. On a GPU the same checks run
+the compiled kernels, on the shapes of real models too.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels._common.testing import interpreted, relative_error
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`x[m, k]` times `w[n, k]`, groups of `group` channels (the last may be shorter)."""
+
+    m: int
+    n: int
+    k: int
+    group: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.n // self.group)
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}g{self.group}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OpUnderTest:
+    """An op as the contract sees it: operands of a shape, and the call."""
+
+    name: str
+    weights: int
+    has_bias: bool = False
+
+    def operands(self, shape: Shape, dtype: str, seed: int = 0) -> tuple[jax.Array, ...]:
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((shape.m, shape.k), np.float32)
+        arrays = [x]
+        for _ in range(self.weights):
+            arrays.append(rng.standard_normal((shape.n, shape.k), np.float32) * shape.k**-0.5)
+        if self.has_bias:
+            arrays.append(rng.standard_normal(shape.n, np.float32))
+        return tuple(jnp.asarray(a, dtype) for a in arrays)
+
+    def call(self, operands, layout, shape: Shape, implementation, config=None) -> jax.Array:
+        function: Callable = getattr(pallas_kernels, self.name)
+        arrays, kwargs = operands, {}
+        if self.has_bias:
+            *arrays, kwargs["bias"] = operands
+        with running(implementation):
+            return function(
+                *arrays,
+                layout,
+                group_size=shape.group,
+                implementation=implementation,
+                config=config,
+                **kwargs,
+            )
+
+    def __call__(self, operands, layout, shape: Shape, implementation, config=None) -> jax.Array:
+        return _compiled(self, shape, implementation, config)(operands, layout)
+
+    def exact(self, operands, layout, shape: Shape) -> jax.Array:
+        """The reference on float32 copies of the operands."""
+        wide = tuple(a.astype(jnp.float32) for a in operands)
+        return self(wide, layout, shape, "reference")
+
+    def __str__(self) -> str:
+        return self.name + ("+bias" if self.has_bias else "")
+
+
+@functools.cache
+def _compiled(op: OpUnderTest, shape: Shape, implementation, config):
+    return jax.jit(
+        lambda operands, layout: op.call(operands, layout, shape, implementation, config)
+    )
+
+
+# A bias exercises everything a product without one does; the model shapes run without.
+OPS = (OpUnderTest("gemm_mn", 1, has_bias=True), OpUnderTest("swiglu_up", 2))
+BARE_OPS = (OpUnderTest("gemm_mn", 1), OpUnderTest("swiglu_up", 2))
+IMPLEMENTATIONS = ("reference", "dense", "pallas", "triton")
+
+
+def running(implementation: str | None) -> contextlib.AbstractContextManager[None]:
+    """Interpreters on a CPU for what needs them; nothing to do on a GPU."""
+    if ON_GPU or implementation in (None, "reference"):
+        return contextlib.nullcontext()
+    return interpreted()
+
+
+def poison_memory(nbytes: int = 1 << 26) -> None:
+    """Leave NaN in memory that the next allocations of a GPU are likely to reuse."""
+    if ON_GPU:
+        arrays = [jnp.full(nbytes // 4, jnp.nan, jnp.float32) for _ in range(4)]
+        jax.block_until_ready(arrays)
+        for array in arrays:
+            array.delete()
+
+
+def expanded(mask: jax.Array, shape: Shape) -> np.ndarray:
+    return np.repeat(np.asarray(mask), shape.group, axis=1)[:, : shape.n]
+
+
+def error_bound(op: OpUnderTest, operands, layout, shape: Shape, exact: jax.Array) -> float:
+    """1.5 times the error of the dense product in the same dtype, measured on these operands.
+
+    Dense means: products rounded to the dtype, as XLA gives them. float32 has no such rounding;
+    its bound is that of a float32 sum over k.
+    """
+    if operands[0].dtype == jnp.float32:
+        return 2e-6
+    dense = op(operands, layout, shape, "dense")
+    return 1.5 * relative_error(dense, exact) + 1e-4
+
+
+def check(op: OpUnderTest, implementation: str, shape: Shape, dtype: str, mask: jax.Array) -> None:
+    """Right values where the mask is on, exact zeros where it is off, ten equal calls."""
+    operands = op.operands(shape, dtype)
+    layout = pallas_kernels.mask_layout(mask, implementation="xla")
+    exact = op.exact(operands, layout, shape)
+    poison_memory()
+    y = op(operands, layout, shape, implementation)
+    assert y.shape == (shape.m, shape.n)
+    assert y.dtype == operands[0].dtype
+    assert not np.any(np.asarray(y, np.float32)[~expanded(mask, shape)])
+    if mask.any():
+        assert relative_error(y, exact) <= error_bound(op, operands, layout, shape, exact)
