@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from eval.scoring import default_routing, element_bytes, score_windows
+from eval.scoring import Ran, default_routing, score_windows
 from eval.text import TokenizedText
 from eval.windows import Window, WindowRule, disjoint_windows, rolling_windows
-from wide_jax.accounting import Accounting, Usage, account
+from wide_jax.accounting import Accounting
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Routing
 
@@ -124,7 +124,7 @@ def evaluate_perplexity(
     windows = cut(text, config)
     if not any(window.scored_targets for window in windows):
         raise ValueError(f"nothing to score: the text has {text.tokens} token(s)")
-    total, used = np.zeros(len(windows)), None
+    total, ran = np.zeros(len(windows)), Ran()
     done = scored = 0
     for batch in score_windows(
         model, windows, routing=routing, batch_size=config.batch_size, limit=config.window
@@ -137,11 +137,11 @@ def evaluate_perplexity(
                     f"window {index}: the log-likelihood is not finite; check the weights "
                     "(wide check) and the dtype"
                 )
-        used = _add(used, batch.usage)
+        ran = ran + batch.ran
         done += len(batch.indices)
         if progress is not None:
             progress(done, len(windows), _perplexity(total.sum(), scored))
-    return _result(model, text, config, windows, total, used)
+    return _result(model, text, config, windows, total, ran)
 
 
 def cut(text: TokenizedText, config: PerplexityConfig) -> list[Window]:
@@ -162,7 +162,7 @@ def _result(
     config: PerplexityConfig,
     windows: list[Window],
     losses: np.ndarray,
-    used: Usage | None,
+    ran: Ran,
 ) -> PerplexityResult:
     counts = np.array([window.scored_targets for window in windows])
     scored, loss = int(counts.sum()), float(losses.sum())
@@ -186,23 +186,8 @@ def _result(
         byte_perplexity=_perplexity(whole, text.bytes),
         bits_per_byte=whole / text.bytes / math.log(2),
         token_perplexity_stderr=stderr,
-        accounting=account_for(model, windows, used),
+        accounting=ran.accounting(model),
     )
-
-
-def account_for(model: WideForCausalLM, windows: list[Window], used: Usage | None) -> Accounting:
-    """Accounting of the windows that ran; a run without masks skipped nothing."""
-    if used is not None and model.wide is not None:
-        size = element_bytes(model)
-        return account(used, model.config, model.wide, weight_bytes=size, kv_bytes=size)
-    lengths = np.array([len(window.inputs) for window in windows], np.int64)
-    tokens = int(lengths.sum())
-    keys = float((lengths * (lengths + 1) // 2).sum())
-    return Accounting.dense(model.config, tokens, keys / tokens)
-
-
-def _add(total: Usage | None, part: Usage | None) -> Usage | None:
-    return part if total is None or part is None else total + part
 
 
 def _perplexity(loss: float, units: int) -> float:

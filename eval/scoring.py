@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eval.windows import Window
-from wide_jax.accounting import Usage, usage
+from wide_jax.accounting import Accounting, Usage, account, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax, Routing
@@ -34,12 +34,41 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ran:
+    """How many real tokens ran, what they saw, and what their masks skipped."""
+
+    tokens: int = 0
+    keys: int = 0  # sum of visible keys, itself included, before any sliding window
+    usage: Usage | None = None  # float64; None: nothing was routed
+
+    def __add__(self, other: "Ran") -> "Ran":
+        parts = [part for part in (self.usage, other.usage) if part is not None]
+        total = parts[0] + parts[1] if len(parts) == 2 else (parts[0] if parts else None)
+        return Ran(self.tokens + other.tokens, self.keys + other.keys, total)
+
+    @classmethod
+    def of(cls, first: np.ndarray, last: np.ndarray, usage: Usage | None) -> "Ran":
+        """Rows whose tokens see `first` keys, one more each, up to `last`."""
+        first, last = np.asarray(first, np.int64), np.asarray(last, np.int64)
+        counts = last - first + 1
+        keys = int((counts * (first + last) // 2).sum())
+        return cls(int(counts.sum()), keys, None if usage is None else usage.to_host())
+
+    def accounting(self, model: WideForCausalLM) -> Accounting:
+        """The figures of a report; a run without masks skipped nothing."""
+        if self.usage is None or model.wide is None:
+            return Accounting.dense(model.config, self.tokens, self.keys / max(self.tokens, 1))
+        size = element_bytes(model)
+        return account(self.usage, model.config, model.wide, weight_bytes=size, kv_bytes=size)
+
+
+@dataclasses.dataclass(frozen=True)
 class ScoredBatch:
     """The windows of one device batch: their numbers in the caller's list, and their results."""
 
     indices: tuple[int, ...]
     scores: tuple[Score, ...]
-    usage: Usage | None  # float64, over every real token that ran; None: nothing was routed
+    ran: Ran
 
 
 def default_routing(model: WideForCausalLM) -> Routing:
@@ -67,6 +96,7 @@ def score_windows(
     routing: Routing,
     batch_size: int,
     limit: int,
+    share: bool = False,
 ) -> Iterator[ScoredBatch]:
     """Score every window once, longest first (so that the largest memory need comes first).
 
@@ -76,6 +106,7 @@ def score_windows(
         routing: how groups are chosen.
         batch_size: rows of a device batch.
         limit: the longest row, and the largest padded length.
+        share: run windows of equal inputs once, with all their targets (multiple choice).
 
     Raises:
         ValueError: a window that is empty, longer than `limit` or has ids outside the vocabulary,
@@ -83,24 +114,20 @@ def score_windows(
     """
     _check(model, windows, batch_size, limit)
     graphdef, state = nnx.split(model)
-    buckets: dict[int, list[int]] = {}
-    for index, window in enumerate(windows):
-        buckets.setdefault(bucket(len(window.inputs), limit), []).append(index)
-    batches = [
-        (width, min(batch_size, len(members)), members[start : start + batch_size])
-        for width, members in sorted(buckets.items(), reverse=True)
-        for start in range(0, len(members), batch_size)
-    ]
-    for width, row_count, batch in batches:
-        rows = _pad([windows[index] for index in batch], row_count, width)
+    for width, choices, row_count, rows in _batches(windows, batch_size, limit, share):
+        inputs, targets, lengths = _pad(windows, rows, row_count, width, choices)
         with full_precision(model):
-            found = score_rows(graphdef, state, *rows, routing)
+            found = score_rows(graphdef, state, inputs, targets, lengths, routing)
         log_probs, greedy, used = jax.device_get(found)
-        scores = []
-        for row, index in enumerate(batch):
-            scored = np.flatnonzero(windows[index].scored)
-            scores.append(Score(log_probs[row, scored], greedy[row, scored]))
-        yield ScoredBatch(tuple(batch), tuple(scores), None if used is None else used.to_host())
+        indices, scores = [], []
+        for row, members in enumerate(rows):
+            for choice, index in enumerate(members):
+                scored = np.flatnonzero(windows[index].scored)
+                indices.append(index)
+                scores.append(Score(log_probs[row, choice, scored], greedy[row, choice, scored]))
+        real = lengths[: len(rows)]
+        ran = Ran.of(np.ones_like(real), real, used)
+        yield ScoredBatch(tuple(indices), tuple(scores), ran)
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
@@ -108,11 +135,11 @@ def score_rows(
     graphdef: nnx.GraphDef,
     state: nnx.State,
     inputs: Int[Array, "B T"],
-    targets: Int[Array, "B T"],
+    targets: Int[Array, "B C T"],
     lengths: Int[Array, "B"],
     routing: Routing,
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], Usage | None]:
-    """Log-probability of each target after its input, and whether it had the highest logit.
+) -> tuple[Float[Array, "B C T"], Bool[Array, "B C T"], Usage | None]:
+    """Log-probability of each of C targets after its input, and whether its logit was highest.
 
     Logits are in the model's dtype, the log-softmax in float32; only `LOGITS_CHUNK` tokens of
     logits exist at a time. Columns past a row's length hold arbitrary values.
@@ -121,27 +148,27 @@ def score_rows(
     batch = TokenBatch.from_lengths(inputs, lengths)
     output = model(batch, routing)
     chunk = min(LOGITS_CHUNK, inputs.size)
-    pad = -inputs.size % chunk
-    hidden = jnp.pad(output.hidden.reshape(inputs.size, -1), ((0, pad), (0, 0)))
-    wanted = jnp.pad(targets.reshape(-1), (0, pad))
+    pad = ((0, -inputs.size % chunk), (0, 0))
+    hidden = jnp.pad(output.hidden.reshape(inputs.size, -1), pad)
+    wanted = jnp.pad(targets.swapaxes(1, 2).reshape(inputs.size, -1), pad)
 
     def score_chunk(part):
         hidden, wanted = part
         logits = model.logits(hidden).astype(jnp.float32)
-        target = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
-        return target - jax.nn.logsumexp(logits, axis=-1), target >= logits.max(axis=-1)
+        target = jnp.take_along_axis(logits, wanted, axis=-1)
+        norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return target - norm, target >= logits.max(axis=-1, keepdims=True)
 
-    parts = (hidden.reshape(-1, chunk, hidden.shape[-1]), wanted.reshape(-1, chunk))
-    log_probs, greedy = jax.lax.map(score_chunk, parts)
+    parts = jax.tree.map(lambda x: x.reshape(-1, chunk, x.shape[-1]), (hidden, wanted))
+    found = jax.lax.map(score_chunk, parts)
+    log_probs, greedy = (
+        x.reshape(-1, wanted.shape[-1])[: inputs.size].reshape(*inputs.shape, -1).swapaxes(1, 2)
+        for x in found
+    )
     used = None
     if output.masks is not None:
         used = usage(output.masks, batch.real, batch.positions + 1, model.config)
-    shape = inputs.shape
-    return (
-        log_probs.reshape(-1)[: inputs.size].reshape(shape),
-        greedy.reshape(-1)[: inputs.size].reshape(shape),
-        used,
-    )
+    return log_probs, greedy, used
 
 
 def full_precision(model: WideForCausalLM) -> contextlib.AbstractContextManager:
@@ -151,15 +178,35 @@ def full_precision(model: WideForCausalLM) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def _batches(
+    windows: Sequence[Window], batch_size: int, limit: int, share: bool
+) -> Iterator[tuple[int, int, int, list[list[int]]]]:
+    """(padded length, padded choices, rows, the windows of each row) of every batch."""
+    rows: dict[object, list[int]] = {}
+    for index, window in enumerate(windows):
+        rows.setdefault(window.inputs.tobytes() if share else index, []).append(index)
+    shapes: dict[tuple[int, int], list[list[int]]] = {}
+    for members in rows.values():
+        width = bucket(len(windows[members[0]].inputs), limit)
+        choices = 1 << (len(members) - 1).bit_length()
+        shapes.setdefault((width, choices), []).append(members)
+    for (width, choices), members in sorted(shapes.items(), reverse=True):
+        for start in range(0, len(members), batch_size):
+            count = min(batch_size, len(members))
+            yield width, choices, count, members[start : start + batch_size]
+
+
 def _pad(
-    windows: Sequence[Window], rows: int, width: int
-) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    inputs, targets = np.zeros((2, rows, width), np.int32)
-    lengths = np.zeros(rows, np.int32)
-    for row, window in enumerate(windows):
-        lengths[row] = len(window.inputs)
-        inputs[row, : lengths[row]] = window.inputs
-        targets[row, : lengths[row]] = window.targets
+    windows: Sequence[Window], rows: Sequence[Sequence[int]], count: int, width: int, choices: int
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B C T"], Int[np.ndarray, "B"]]:
+    inputs = np.zeros((count, width), np.int32)
+    targets = np.zeros((count, choices, width), np.int32)
+    lengths = np.zeros(count, np.int32)
+    for row, members in enumerate(rows):
+        lengths[row] = len(windows[members[0]].inputs)
+        inputs[row, : lengths[row]] = windows[members[0]].inputs
+        for choice, index in enumerate(members):
+            targets[row, choice, : lengths[row]] = windows[index].targets
     return inputs, targets, lengths
 
 
