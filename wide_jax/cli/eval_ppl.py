@@ -1,0 +1,104 @@
+"""`wide eval ppl`: perplexity of a text, with what the masks skipped of those very tokens."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplexity
+from eval.text import read_text, tokenize
+from eval.windows import WindowRule
+from wide_jax.cli.files import check_writable_file, write_json
+from wide_jax.cli.progress import advance_bytes, progress
+from wide_jax.cli.start import Platform, start
+from wide_jax.hf.pretrained import from_pretrained
+from wide_jax.hf.resolve import resolve_model
+from wide_jax.hf.tokenizer import load_tokenizer
+from wide_jax.routing import AllOn
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Perplexity of a text per token, word and byte, with the accounting of what was skipped.
+
+    A WIDE model folder is evaluated with its routers (argmax); --dense leaves them out.
+    """
+
+    data: Path
+    """The text: .txt (one document) or .jsonl (field `text` or `page`), either also .gz."""
+    model: str | None = None
+    """A model folder or Hugging Face id; by default the embedded SmolLM2-135M-Instruct."""
+    dense: bool = False
+    """Run every group, whatever routers the folder has."""
+    rule: WindowRule = "disjoint"
+    """How the text is cut. `disjoint`: documents joined, no start token, each window's first token
+    is not scored. `rolling`: the lm-evaluation-harness rule, every token of every document."""
+    window: int = 2048
+    """Tokens the model sees at once; windows do not overlap (the stride is the window)."""
+    max_windows: int | None = None
+    """Only the first so many windows."""
+    batch_size: int = 1
+    """Windows at once; the figures do not depend on it."""
+    dtype: Literal["checkpoint", "float32", "bfloat16"] = "checkpoint"
+    """Precision of weights and activations."""
+    json: Path | None = None
+    """Also write every figure to this file."""
+    platform: Annotated[Platform, tyro.conf.arg(metavar="{auto,cpu,gpu}")] = "auto"
+    """Where to compute; `gpu` fails where there is none."""
+
+
+def main(args: Args) -> None:
+    """Evaluate and print a line of perplexities and a line of accounting."""
+    console = Console()
+    text = read_text(args.data)
+    if args.json is not None:
+        check_writable_file(args.json)
+    start(args.platform, console)
+    with progress(console, "loading the model") as advance:
+        folder = resolve_model(args.model, progress=advance_bytes(advance))
+        model = from_pretrained(
+            folder,
+            dense=args.dense,
+            dtype=None if args.dtype == "checkpoint" else args.dtype,
+            progress=advance_bytes(advance),
+        )
+    tokenizer = load_tokenizer(folder)
+    config = PerplexityConfig(
+        rule=args.rule,
+        window=args.window,
+        max_windows=args.max_windows,
+        batch_size=args.batch_size,
+        prefix_token=_prefix_token(model.config) if args.rule == "rolling" else None,
+    )
+    tokens = tokenize(
+        text,
+        lambda part: tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"],
+        join=config.joined,
+    )
+    with progress(console, "evaluating") as advance:
+        result = evaluate_perplexity(
+            model,
+            tokens,
+            config,
+            routing=AllOn() if args.dense else None,
+            progress=lambda done, total, value: advance(done, total, f"perplexity {value:.2f}"),
+        )
+    report(console, result)
+    if args.json is not None:
+        write_json(args.json, {"model": str(folder), "data": str(args.data), **result.to_json()})
+
+
+def report(console: Console, result: PerplexityResult) -> None:
+    """Print the result's line and its accounting."""
+    console.print(result.line(), highlight=False, soft_wrap=True)
+    console.print(result.accounting.line(), highlight=False, soft_wrap=True)
+
+
+def _prefix_token(config) -> int:
+    if config.bos_token_id is not None:
+        return config.bos_token_id
+    if config.eos_token_ids:
+        return config.eos_token_ids[0]
+    raise ValueError("the model names neither a BOS nor an EOS token: use --rule disjoint")

@@ -1,0 +1,77 @@
+"""Entry point of `wide`: picks the command and turns its errors into one clear line.
+
+A command is a module with a frozen dataclass `Args` (its fields become the options, its docstring
+the help) and `main(args)`. Modules are imported only when their command is called, so that
+`wide --help` is quick and starts no device.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": ("wide_jax.cli.demo", "the whole job on a real model: calibrate, evaluate, generate"),
+    "generate": ("wide_jax.cli.generate", "continue a prompt with a dense or a WIDE model"),
+    "eval ppl": ("wide_jax.cli.eval_ppl", "perplexity of a text, with what the masks skipped"),
+}
+
+# What bad input raises: shown as one line. Anything else is a fault of ours and keeps its trace.
+USER_ERRORS = (ValueError, OSError, RuntimeError, NotImplementedError, FloatingPointError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `wide` with the given arguments (by default the process's); returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name, rest = _command(argv)
+    if name is None:
+        asked = not argv or argv[0] in ("-h", "--help")
+        print(usage(argv), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    import tyro
+
+    module = importlib.import_module(COMMANDS[name][0])
+    args = tyro.cli(module.Args, args=rest, prog=f"wide {name}")
+    try:
+        module.main(args)
+    except USER_ERRORS as error:
+        if os.environ.get("WIDE_JAX_TRACEBACK"):
+            raise
+        print(f"wide {name}: {error}", file=sys.stderr)
+        print("(set WIDE_JAX_TRACEBACK=1 to see where this came from)", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"wide {name}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def usage(argv: Sequence[str]) -> str:
+    """The overview of commands; after an unknown command it says so first."""
+    known = [f"  wide {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [
+        "wide: token-level dynamic width pruning for Llama- and Qwen-architecture models, in JAX.",
+        "",
+        "Commands (each has --help):",
+        *known,
+        "",
+        "Start with `wide demo`. Models are folders or Hugging Face ids; without one, the embedded",
+        "SmolLM2-135M-Instruct (Q4_1 weights, dequantised). Files made or fetched are kept in",
+        "$WIDE_JAX_CACHE (default ~/.cache/wide-jax).",
+    ]
+    if argv and argv[0] not in ("-h", "--help"):
+        lines.insert(0, f"wide: unknown command {' '.join(argv[:2])!r}\n")
+    return "\n".join(lines)
+
+
+def _command(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Split the arguments into a command of one or two words and the rest."""
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if name in COMMANDS:
+            return name, argv[words:]
+    return None, argv
+
+
+if __name__ == "__main__":
+    sys.exit(main())
