@@ -141,4 +141,4 @@ def _positive(rope: RopeConfig, field: str) -> float:
     value = getattr(rope, field)
     if value is None or not value > 0:
         raise ValueError(f"rope_type={rope.rope_type!r} needs a positive {field}, got {value}")
-    return value
+    return float(value)
