@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Advance = Callable[[float, float, str], None]  # done, in all, a short note
+Advance = Callable[[int, int, str], None]  # done, in all, a short note
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -30,13 +30,13 @@ def progress(console: Console, description: str) -> Iterator[Advance]:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(description, total=None, note="")
 
-        def advance(done: float, total: float, note: str = "") -> None:
+        def advance(done: int, total: int, note: str = "") -> None:
             bar.update(task, completed=done, total=total, note=note)
 
         yield advance
 
 
-def advance_bytes(advance: Callable[[float, float, str], None]) -> Callable[[int, int], None]:
+def advance_bytes(advance: Callable[[int, int, str], None]) -> Callable[[int, int], None]:
     """A progress callback for bytes done and in all, noted in MB."""
     return lambda done, total: advance(done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
@@ -46,7 +46,7 @@ def _lines(console: Console, description: str) -> Advance:
     begun = last = time.monotonic()
     console.print(f"{description} ...")
 
-    def advance(done: float, total: float, note: str = "") -> None:
+    def advance(done: int, total: int, note: str = "") -> None:
         nonlocal last
         now = time.monotonic()
         if done < total and now - last < SECONDS_BETWEEN_LINES:

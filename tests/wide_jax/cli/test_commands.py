@@ -1,0 +1,142 @@
+"""The commands as a user runs them, on a tiny model."""
+
+import importlib
+import json
+
+import pytest
+
+from wide_jax.cli.main import COMMANDS, main
+from wide_jax.hf.pretrained import from_pretrained
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WIDE_JAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def no_compile_cache(monkeypatch):
+    """Tests must not leave JAX's cache pointing into a test's folder."""
+    monkeypatch.setattr("wide_jax.cli.start.keep_compiled_programs", lambda console: None)
+
+
+def run_demo(model_folder, text_file, *more):
+    files = ["--model", str(model_folder), "--data", str(text_file)]
+    sizes = ["--updates", "3", "--tokens-per-update", "32", "--ffn-group-size", "8"]
+    figures = ["--eval-windows", "1", "--new-tokens", "4", "--prompt", "the quick"]
+    return main(["demo", *files, *sizes, *figures, *more])
+
+
+def test_demo_trains_evaluates_saves_and_generates(model_folder, text_file, tmp_path, capsys):
+    figures, out = tmp_path / "demo.json", tmp_path / "wide"
+    code = run_demo(model_folder, text_file, "--json", str(figures), "--out", str(out))
+    assert code == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert "not a benchmark" in printed.replace("\n", " ")
+    record = json.loads(figures.read_text())
+    assert set(record["variants"]) == {"dense", "WIDE", "depth routing"}
+    for name in ("WIDE", "depth routing"):
+        variant = record["variants"][name]
+        assert len(variant["history"]) == 3
+        accounting = variant["perplexity"]["accounting"]
+        assert (
+            accounting["tokens"]
+            == record["variants"]["dense"]["perplexity"]["accounting"]["tokens"]
+        )
+        assert all(0 <= accounting[kind] <= 1 for kind in ("attention", "ffn"))
+    generated = record["generated"]
+    assert generated["WIDE"]["tokens"] == generated["WIDE, loaded back"]["tokens"]
+    assert from_pretrained(out).wide.ffn_group_size == 8
+    # The base of the saved folder is the given model, byte for byte.
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (out / file).read_bytes() == (model_folder / file).read_bytes()
+
+
+def test_demo_runs_again_in_its_own_folder_but_not_over_a_users(
+    model_folder, text_file, tmp_path, cache, capsys
+):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    assert run_demo(model_folder, text_file, "--out", str(taken)) == 1
+    assert "taken" in capsys.readouterr().err
+    assert (taken / "notes.txt").read_text() == "mine"
+    assert not (cache / "demo").exists()  # refused before the long work
+
+
+def test_eval_ppl_prints_units_and_accounting(model_folder, text_file, tmp_path, capsys):
+    figures = tmp_path / "ppl.json"
+    arguments = ["eval", "ppl", "--model", str(model_folder), "--data", str(text_file)]
+    assert main([*arguments, "--window", "64", "--json", str(figures)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("token perplexity", "word perplexity", "byte perplexity", "stride 64", "FLOPs"):
+        assert words in printed
+    record = json.loads(figures.read_text())
+    assert record["token_perplexity"] > 1
+    assert record["config"]["stride"] == 64
+    assert main([*arguments, "--window", "64", "--rule", "rolling"]) == 0
+
+
+def test_generate_prints_text_and_respects_seeds(model_folder, tmp_path, capsys):
+    figures = tmp_path / "generated.json"
+    arguments = ["generate", "--model", str(model_folder), "--prompt", "the", "--json"]
+    more = ["--max-new-tokens", "5", "--temperature", "1", "--samples", "2", "--seed", "3"]
+    assert main([*arguments, str(figures), *more]) == 0
+    first = json.loads(figures.read_text())["tokens"]
+    assert len(first) == 2
+    assert main([*arguments, str(figures), *more]) == 0
+    assert json.loads(figures.read_text())["tokens"] == first
+    capsys.readouterr()
+
+
+def test_a_model_without_chat_template_says_so(model_folder, capsys):
+    assert main(["generate", "--model", str(model_folder), "--prompt", "hi", "--chat"]) == 1
+    assert "chat template" in capsys.readouterr().err
+
+
+def test_case_F1_a_gpu_that_is_not_there_is_an_error(model_folder, text_file, capsys):
+    arguments = ["--model", str(model_folder), "--data", str(text_file), "--platform", "gpu"]
+    assert main(["eval", "ppl", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "no usable gpu" in error
+    assert "wide-jax[gpu]" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nonsense"], 2, "unknown command 'nonsense'"),
+        (["eval", "nonsense"], 2, "unknown command 'eval nonsense'"),
+        (["eval", "ppl", "--data", "missing.txt"], 1, "missing.txt"),
+        (["generate", "--prompt", "a", "--model", "no/such/folder"], 1, "no/such/folder"),
+        (["generate", "--prompt", "a", "--temperature", "-1"], 1, "temperature=-1"),
+        (["generate", "--prompt", "a", "--samples", "0"], 1, "samples=0"),
+        (["demo", "--json", "no_folder/x.json"], 1, "no_folder"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments, code, message, capsys):
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_every_option(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*name.split(), "--help"])
+    assert stop.value.code == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    module = importlib.import_module(COMMANDS[name][0])
+    assert module.Args.__doc__.split(".")[0].split("\n")[0] in printed
+    for field in module.Args.__dataclass_fields__:
+        assert f"--{field.replace('_', '-')}" in printed
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name, (_, summary) in COMMANDS.items():
+        assert f"wide {name}" in printed
+        assert summary in printed
