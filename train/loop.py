@@ -1,0 +1,127 @@
+"""The run: batches through the step, numbers out. `calibrate` is stage 1 on a model in memory."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from train.config import TrainConfig
+from train.data import Batches, PackedWindows, on_mesh
+from train.parts import Params, place, put_back, take_apart
+from train.records import UpdateRecord, check_finite, to_record
+from train.step import Step, StepMetrics, init_optimizer, make_step
+from wide_jax import partition
+from wide_jax.model import WideForCausalLM
+from wide_jax.params import RouterParam
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that changes during a run. Noise, data and schedules follow from `update`."""
+
+    trainable: Params
+    opt_state: optax.OptState
+    update: int  # the next one to run, from 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationResult:
+    """What a run leaves: the trained parameters by Hugging Face name, and its numbers."""
+
+    trainable: Params
+    history: tuple[UpdateRecord, ...]
+    seconds: float
+
+
+def run_updates(
+    step: Step,
+    state: TrainState,
+    frozen: Params,
+    batches: Batches,
+    mesh: Mesh,
+    config: TrainConfig,
+    *,
+    report: Callable[[StepMetrics], None],
+    after_update: Callable[[TrainState], None] | None = None,
+) -> TrainState:
+    """Run updates `state.update` to `config.updates`, under `jax.set_mesh(mesh)`.
+
+    `report` gets each update's metrics after the next one is under way, so fetching them never
+    leaves the device idle. `state`'s arrays are donated: only the returned state is alive.
+    """
+    key = jax.random.key(config.seed)
+    pending: StepMetrics | None = None
+    for update in range(state.update, config.updates):
+        batch = on_mesh(batches.batch(update), mesh)
+        trainable, opt_state, metrics = step(
+            state.trainable, state.opt_state, frozen, batch, np.int32(update), key
+        )
+        state = TrainState(trainable, opt_state, update + 1)
+        if pending is not None:
+            report(pending)
+        pending = metrics
+        if after_update is not None:
+            after_update(state)
+    if pending is not None:
+        report(pending)
+    return state
+
+
+def calibrate(
+    model: WideForCausalLM,
+    tokens: np.ndarray,
+    config: TrainConfig,
+    *,
+    on_update: Callable[[UpdateRecord], None] | None = None,
+) -> CalibrationResult:
+    """Stage 1: train the routers on packed windows of `tokens`; the base stays bit-identical.
+
+    The model's routers are replaced in place when the run ends; a run that fails leaves them as
+    they were.
+
+    Args:
+        model: with routers (built with a `WideConfig`).
+        tokens: `[N]` token ids.
+        config: the run.
+        on_update: called after every update with its record, one update late.
+
+    Raises:
+        ValueError: no routers, too few tokens, or a mesh the model does not fit.
+        LossNotFiniteError: the loss became NaN or infinite.
+    """
+    parts, trainable, frozen = take_apart(model, RouterParam)
+    wide = model.wide
+    if wide is None:
+        raise ValueError("the model has no WideConfig: build it with one to train its routers")
+    batches = PackedWindows(
+        np.asarray(tokens), config.sequence_length, config.sequences_per_update, config.seed
+    )
+    mesh = partition.make_mesh(config.data_parallel, config.fsdp, config.tensor_parallel)
+    partition.check_mesh(mesh, model.config, wide)
+    history: list[UpdateRecord] = []
+    started = time.perf_counter()
+    element_bytes = next(iter(frozen.values())).dtype.itemsize
+
+    def report(metrics: StepMetrics) -> None:
+        seconds = time.perf_counter() - started
+        record = to_record(
+            metrics, model.config, wide, element_bytes=element_bytes, seconds=seconds
+        )
+        check_finite(record)
+        history.append(record)
+        if on_update is not None:
+            on_update(record)
+
+    with jax.set_mesh(mesh):
+        frozen = place(frozen, mesh)
+        # The step donates its trainables: train on copies.
+        trainable = jax.tree.map(lambda x: x.copy(), place(trainable, mesh))
+        state = TrainState(trainable, init_optimizer(config, trainable, mesh), 0)
+        step = make_step(parts, model.config, config, state.trainable, state.opt_state)
+        state = run_updates(step, state, frozen, batches, mesh, config, report=report)
+    put_back(model, state.trainable)
+    return CalibrationResult(state.trainable, tuple(history), time.perf_counter() - started)

@@ -1,0 +1,109 @@
+"""A model taken apart by Variable type: what is trained, what is frozen, and how to join them.
+
+Between steps parameters are plain dicts from Hugging Face names to arrays: the names that sharding
+declarations, checkpoints and model folders use. The base never enters the gradient's arguments, so
+nothing of it (gradient, moment, decay, share of the clip norm) can exist.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from wide_jax import partition
+from wide_jax.model import WideForCausalLM
+
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParts:
+    """The structure of a model without its arrays."""
+
+    graphdef: nnx.GraphDef
+    trainable_names: tuple[str, ...]
+    frozen_names: tuple[str, ...]
+    trainable_tree: jax.tree_util.PyTreeDef
+    frozen_tree: jax.tree_util.PyTreeDef
+
+    def merge(self, trainable: Params, frozen: Params) -> WideForCausalLM:
+        """The model with these parameters. Pure: usable inside jit."""
+        return nnx.merge(
+            self.graphdef,
+            self.trainable_tree.unflatten([trainable[name] for name in self.trainable_names]),
+            self.frozen_tree.unflatten([frozen[name] for name in self.frozen_names]),
+        )
+
+
+def take_apart(
+    model: WideForCausalLM, *trained: type[nnx.Variable]
+) -> tuple[ModelParts, Params, Params]:
+    """Split a model into parameters of the `trained` types and all others.
+
+    Returns the structure, the trainable and the frozen parameters; the arrays are the model's own.
+
+    Raises:
+        ValueError: the model has no parameter of these types.
+    """
+    graphdef, trainable, frozen = nnx.split(model, nnx.Any(*trained), ...)
+    names, arrays, tree = _named(trainable)
+    if not names:
+        kinds = ", ".join(kind.__name__ for kind in trained)
+        raise ValueError(
+            f"the model has no {kinds} to train: build it with a WideConfig (routers) or attach "
+            "LoRA first"
+        )
+    frozen_names, frozen_arrays, frozen_tree = _named(frozen)
+    parts = ModelParts(graphdef, names, frozen_names, tree, frozen_tree)
+    return (
+        parts,
+        dict(zip(names, arrays, strict=True)),
+        dict(zip(frozen_names, frozen_arrays, strict=True)),
+    )
+
+
+def place(params: Params, mesh: Mesh) -> Params:
+    """Put parameters where `wide_jax.partition` declares them; copies only what must move."""
+    return jax.device_put(params, partition.shardings_for(params, mesh))
+
+
+def put_back(model: WideForCausalLM, params: Params) -> None:
+    """Store parameters in a model, in place, each where the model's own array lies.
+
+    Raises:
+        KeyError: a name the model does not have.
+    """
+    variables = {
+        ".".join(map(str, path)): (path, variable)
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+    }
+    unknown = sorted(set(params) - set(variables))
+    if unknown:
+        raise KeyError(f"the model has no parameters {unknown}")
+    stored = []
+    for name, value in params.items():
+        path, variable = variables[name]
+        stored.append((path, variable.replace(_like(value, variable[...]))))
+    nnx.update(model, nnx.from_flat_state(stored))
+
+
+def _like(value: jax.Array, old: jax.Array) -> jax.Array:
+    """`value` where `old` lies, and committed to it only if `old` is.
+
+    Compiled programs are keyed by that too: a model that has been trained and the same model loaded
+    from disk share them.
+    """
+    if old.committed:
+        return jax.device_put(value, old.sharding)
+    return jax.device_put(np.asarray(value))
+
+
+def _named(state: nnx.State) -> tuple[tuple[str, ...], list, jax.tree_util.PyTreeDef]:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    names = tuple(
+        ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+        for path, _ in leaves
+    )
+    return names, [leaf for _, leaf in leaves], tree

@@ -1,0 +1,202 @@
+"""One optimizer update as a pure function of arrays.
+
+`(trainable, opt_state, frozen, batch, update, key) -> (trainable, opt_state, metrics)`, jitted
+once for the whole run, with the first two donated. Everything that changes from update to update
+(learning rate, temperature, noise) is computed inside from the update's number, so a resumed run
+needs no other state.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int, Key
+
+from train.budget import budget_term, masks_usage
+from train.config import TrainConfig
+from train.loss import next_token_loss, scored_targets
+from train.parts import ModelParts, Params
+from train.schedule import rate_of, temperature_of
+from wide_jax.accounting import Usage
+from wide_jax.batch import TokenBatch
+from wide_jax.config import ModelConfig
+from wide_jax.partition import PARTITION, constrain, sharding_for
+from wide_jax.routing import GumbelSoftmax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """What one update saw, before its change was applied. Scalars and per-layer sums, on device."""
+
+    update: Int[Array, ""]
+    lm_loss: Float[Array, ""]  # nats per scored target
+    budget_term: Float[Array, ""]  # mean over micro-batches with real tokens, before alpha
+    scored: Int[Array, ""]
+    sampled: Usage  # of the masks trained with (straight-through)
+    hard: Usage  # of the argmax masks, without noise, from the same residual streams
+    temperature: Float[Array, ""]
+    learning_rate: Float[Array, ""]  # the one this update used
+    gradient_norm: Float[Array, ""]  # over the trained leaves, before clipping
+
+
+Step = Callable[
+    [Params, optax.OptState, Params, TokenBatch, Int[Array, ""], Key[Array, ""]],
+    tuple[Params, optax.OptState, StepMetrics],
+]
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW over the trained leaves, without its learning rate, which the step applies itself.
+
+    Decay acts on every trained leaf, biases included.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay),
+    )
+
+
+def init_optimizer(config: TrainConfig, trainable: Params, mesh: Mesh) -> optax.OptState:
+    """Zero moments, each placed like its parameter; counters on every device."""
+    optimizer = make_optimizer(config)
+    shapes = jax.eval_shape(optimizer.init, trainable)
+    init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(shapes, mesh))
+    return init(trainable)
+
+
+def optimizer_shardings(opt_state: optax.OptState, mesh: Mesh) -> optax.OptState:
+    """A tree of shardings like `opt_state`: leaves under a parameter's name are placed like it."""
+
+    def sharding(path, leaf):
+        if path and isinstance(path[-1], jax.tree_util.DictKey):
+            return sharding_for(path[-1].key, leaf.shape, mesh)
+        return NamedSharding(mesh, PARTITION.scalar)
+
+    return jax.tree_util.tree_map_with_path(sharding, opt_state)
+
+
+def make_step(
+    parts: ModelParts,
+    model: ModelConfig,
+    config: TrainConfig,
+    trainable: Params,
+    opt_state: optax.OptState,
+) -> Step:
+    """The jitted update. Call it under `jax.set_mesh(mesh)` with placed arrays.
+
+    `trainable` and `opt_state` (or their abstract values) say where the results must lie.
+    """
+    optimizer = make_optimizer(config)
+
+    def step(trainable, opt_state, frozen, batch, update, key):
+        gradient, metrics = accumulate_gradient(
+            trainable, frozen, batch, update, key, parts=parts, model=model, config=config
+        )
+        rate = metrics.learning_rate
+        change, opt_state = optimizer.update(gradient, opt_state, trainable)
+        trainable = jax.tree.map(lambda w, c: w - rate * c, trainable, change)
+        return trainable, opt_state, metrics
+
+    shardings = jax.tree.map(lambda x: x.sharding, (trainable, opt_state))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+
+
+def accumulate_gradient(
+    trainable: Params,
+    frozen: Params,
+    batch: TokenBatch,
+    update: Int[Array, ""],
+    key: Key[Array, ""],
+    *,
+    parts: ModelParts,
+    model: ModelConfig,
+    config: TrainConfig,
+) -> tuple[Params, StepMetrics]:
+    """Gradient of one update's loss, micro-batch by micro-batch, and its metrics.
+
+    The loss is total NLL / total scored targets + alpha * mean of the micro-batches' budget terms.
+    Cross entropy is exact under any split; the budget term is not (the distance to the target of
+    each part's rate, averaged, is not the distance of the whole's rate), as in the paper's code.
+
+    Args:
+        trainable: what to differentiate by.
+        frozen: everything else of the model.
+        batch: `[sequences_per_update, T]`; micro-batch `a` is rows `a`, `a + accumulation`, ...,
+            so that every device keeps its rows.
+        update: the update's number, from 0.
+        key: the run's noise key; the update's and the micro-batch's numbers are folded in.
+        parts: structure of the model.
+        model: its architecture.
+        config: the run.
+    """
+    tau = temperature_of(config, update)
+    noise_key = jax.random.fold_in(key, update)
+    targets = jnp.maximum(scored_targets(batch).sum(dtype=jnp.int32), 1)
+    micro_batches = _split_rows(batch, config.accumulation)
+    with_tokens = jnp.maximum((micro_batches[-1] > 0).any(axis=(1, 2)).sum(), 1)
+
+    def loss(trainable, micro_batch, index):
+        rows = TokenBatch(*micro_batch)
+        whole = parts.merge(trainable, frozen)
+        noise = GumbelSoftmax(jax.random.fold_in(noise_key, index), tau)
+        out = whole(rows, noise, remat=config.remat)
+        lm = next_token_loss(out.hidden, whole.logits, rows, chunk=config.logits_chunk)
+        sampled = masks_usage(out.masks, rows.real, model, config)
+        hard = masks_usage(out.argmax, rows.real, model, config)
+        term = budget_term(sampled, model, config, element_bytes=out.hidden.dtype.itemsize)
+        value = lm.total / targets + config.alpha * term / with_tokens
+        return value, (lm, term, sampled, hard)
+
+    def gradient_of(micro_batch, index):
+        return jax.grad(loss, has_aux=True)(trainable, micro_batch, index)
+
+    if config.accumulation == 1:
+        gradient, seen = gradient_of([rows[0] for rows in micro_batches], 0)
+    else:
+        gradient, seen = _scan_sum(gradient_of, micro_batches, jnp.arange(config.accumulation))
+    lm, terms, sampled, hard = seen
+    return gradient, StepMetrics(
+        update=jnp.asarray(update, jnp.int32),
+        lm_loss=lm.mean,
+        budget_term=terms / with_tokens,
+        scored=lm.count,
+        sampled=sampled,
+        hard=hard,
+        temperature=tau,
+        learning_rate=rate_of(config, update),
+        gradient_norm=optax.tree.norm(gradient),
+    )
+
+
+def _split_rows(batch: TokenBatch, accumulation: int) -> list[Int[Array, "A b T"]]:
+    """Ids, positions and segments as micro-batches; each device's rows stay on it."""
+
+    def split(x):
+        x = constrain(x, "tokens_BT").reshape(-1, accumulation, x.shape[1])
+        return constrain(jnp.swapaxes(x, 0, 1), "micro_ABT")
+
+    return [split(x) for x in (batch.input_ids, batch.positions, batch.segment_ids)]
+
+
+def _scan_sum(function: Callable, *inputs):
+    """The sum of `function(*inputs[i])` over the leading axis, one at a time."""
+    first = jax.tree.map(lambda x: x[0], inputs)
+    tree = None
+
+    def leaves(inputs):
+        nonlocal tree
+        values, tree = jax.tree.flatten(function(*inputs))
+        return values
+
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(leaves, first)]
+
+    def add(sums, inputs):
+        return [total + more for total, more in zip(sums, leaves(inputs), strict=True)], None
+
+    sums, _ = jax.lax.scan(add, zeros, inputs)
+    return jax.tree.unflatten(tree, sums)
