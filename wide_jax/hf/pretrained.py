@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -13,6 +14,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.hf.config import read_config
 from wide_jax.hf.load import Progress, ShardingFor, find_weights, load_weights
 from wide_jax.hf.mapping import expected_router_tensors, is_router, module_path, tensor_name
+from wide_jax.hf.peft import ADAPTER_CONFIG, MergedTensor, read_adapter
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.save import save_model
 from wide_jax.hf.wide_folder import (
@@ -32,6 +34,7 @@ def from_pretrained(
     dtype: DTypeLike | None = None,
     wide: WideConfig | None = None,
     dense: bool = False,
+    adapter: bool = True,
     seed: int = 0,
     sharding_for: ShardingFor | None = None,
     ignore_keys: Collection[str] = (),
@@ -46,6 +49,8 @@ def from_pretrained(
         dtype: Of weights and activations; None: the checkpoint's own. Routers stay float32.
         wide: Attach new, randomly initialised routers of these sizes, whatever the folder holds.
         dense: Leave the folder's routers out.
+        adapter: Merge the PEFT adapter beside the model, where there is one, into the weights (in
+            float32, then rounded to `dtype`); False leaves it out.
         seed: For new routers.
         sharding_for: The sharding of each tensor from its name and shape.
         ignore_keys: Keys of `config.json` to pass over; see `config_from_hf`.
@@ -69,7 +74,27 @@ def from_pretrained(
         routers = load_wide_routers(folder, config, wide, sharding_for=sharding_for)
     target = jnp.dtype(config.dtype if dtype is None else dtype)
     weights = load_weights(base, config, dtype=target, sharding_for=sharding_for, progress=progress)
+    if adapter and (folder / ADAPTER_CONFIG).exists():
+        weights |= _adapted(folder, base, config, target, sharding_for)
     return build(config, wide, weights | routers, dtype=target)
+
+
+def _adapted(
+    folder: Path,
+    base: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    sharding_for: ShardingFor | None,
+) -> dict[str, jax.Array]:
+    """The weights that the folder's adapter changes, merged in float32."""
+    lora = read_adapter(folder, config)
+    stored = find_weights(base, config)
+    merged = {}
+    for module in lora.factors:
+        name = f"{module}.weight"
+        array = np.asarray(MergedTensor(stored[name], lora, module, np.dtype(dtype)))
+        merged[name] = jax.device_put(array, sharding_for and sharding_for(name, array.shape))
+    return merged
 
 
 def build(

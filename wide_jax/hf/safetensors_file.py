@@ -101,6 +101,25 @@ class StoredTensor:
                 yield start, raw.view(self.dtype).reshape(count, *row)
 
 
+@dataclasses.dataclass(frozen=True)
+class CastTensor:
+    """An array or `StoredTensor` in another dtype, converted when it is read."""
+
+    base: Any
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the base's."""
+        return tuple(self.base.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        wanted = self.dtype if dtype is None else dtype
+        if isinstance(self.base, StoredTensor):
+            return self.base.read(wanted)
+        return np.asarray(self.base).astype(wanted)
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name, without reading their data.
 

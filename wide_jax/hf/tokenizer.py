@@ -4,14 +4,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from wide_jax.hf.wide_folder import base_folder
+
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a model folder (a `transformers` fast tokenizer).
+    """The tokenizer of a model folder, or of the base that a WIDE folder names.
+
+    A `transformers` fast tokenizer.
 
     Raises:
         FileNotFoundError: the folder has no `tokenizer.json`.
     """
-    folder = Path(folder)
+    folder = base_folder(folder)
     if not (folder / "tokenizer.json").exists():
         raise FileNotFoundError(
             f"{folder}: tokenizer.json is missing; only fast tokenizers are supported. Copy the "

@@ -4,6 +4,7 @@
 config.json, model.safetensors (or shards + index), tokenizer files: plain Hugging Face
 wide_config.json          format version, group sizes, rank, targets, budget, training, base
 wide_routers.safetensors  the routers, float32
+adapter_config.json, adapter_model.safetensors: a LoRA in PEFT's format, where it is not merged
 ```
 Plain `transformers` loads the folder as the dense model. A training run may leave the base out and
 name its path instead (`include_base=False`).
@@ -27,6 +28,7 @@ from wide_jax.hf.load import (
     place,
 )
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
+from wide_jax.hf.peft import LoRA, write_adapter
 from wide_jax.hf.safetensors_file import SafetensorsError, read_header, write_file
 from wide_jax.hf.save import (
     SHARD_BYTES,
@@ -62,6 +64,8 @@ class WideInfo:
         budget: Which budget the routers were trained for (`paper`, `separate`, …).
         targets: Skip rates aimed at, by module, as fractions.
         training: Free summary of the training: updates, seed, data, losses.
+        lora: `"adapter"` where the routers need the PEFT adapter beside them, `"merged"` where the
+            weights were changed for them.
     """
 
     wide: WideConfig
@@ -70,6 +74,7 @@ class WideInfo:
     budget: str | None = None
     targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lora: str | None = None
 
 
 def save_wide_model(
@@ -80,6 +85,7 @@ def save_wide_model(
     wide: WideConfig,
     routers: Mapping[str, Any],
     weights: Mapping[str, Any] | None = None,
+    adapter: LoRA | None = None,
     budget: str | None = None,
     targets: Mapping[str, float] | None = None,
     training: Mapping[str, Any] | None = None,
@@ -98,6 +104,7 @@ def save_wide_model(
         routers: By name, exactly `expected_router_tensors(config, wide)`; stored as float32.
         weights: Base weights that have changed (a merged LoRA), complete, by name; None keeps the
             base's files.
+        adapter: A LoRA to store beside them in PEFT's format.
         budget: See `WideInfo`, as for `targets` and `training`.
         include_base: False writes only the routers and the base's absolute path.
         overwrite: Replace an existing model folder.
@@ -114,10 +121,14 @@ def save_wide_model(
     base = Path(base)
     check_target(target, overwrite=overwrite)
     check_weights(target, routers, expected_router_tensors(config, wide))
+    if adapter is not None:
+        adapter.check(config)
     if weights is not None:
         check_weights(target, weights, expected_tensors(config))
         if not include_base:
             raise ValueError("changed weights have to be stored: include_base must be True")
+        if adapter is not None:
+            raise ValueError("give changed weights (a merged LoRA) or an adapter, not both")
     info = WideInfo(
         wide=wide,
         base_fingerprint=fingerprint(find_weights(base, config) if weights is None else weights),
@@ -125,6 +136,7 @@ def save_wide_model(
         budget=budget,
         targets=dict(targets or {}),
         training=dict(training or {}),
+        lora="merged" if weights is not None else "adapter" if adapter is not None else None,
     )
     with atomic_folder(target, overwrite=overwrite) as folder:
         if include_base:
@@ -134,6 +146,8 @@ def save_wide_model(
             else:
                 write_config(folder, config, dtype=stored_dtype(weights))
                 write_weights(folder, weights, shard_bytes=shard_bytes, progress=progress)
+        if adapter is not None:
+            write_adapter(folder, adapter, config, base=info.base)
         host = {name: np.asarray(array, np.float32) for name, array in routers.items()}
         write_file(folder / WIDE_ROUTERS, host)
         write_json(folder / WIDE_CONFIG, _to_json(info, config))
@@ -193,6 +207,7 @@ def load_wide_info(folder: str | Path, config: ModelConfig | None = None) -> Wid
             budget=raw.get("budget"),
             targets=dict(raw.get("targets") or {}),
             training=dict(raw.get("training") or {}),
+            lora=raw.get("lora"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WideConfigError(f"{path}: {error!r}") from error
@@ -260,6 +275,7 @@ def _to_json(info: WideInfo, config: ModelConfig) -> dict[str, Any]:
         "budget": info.budget,
         "model": {key: getattr(config, key) for key in _MODEL_SIZES},
         "base": {"fingerprint": info.base_fingerprint, "path": info.base},
+        "lora": info.lora,
         "training": dict(info.training),
     }
 
