@@ -49,3 +49,28 @@ def uniform_model() -> WideForCausalLM:
     model = tiny_model()
     model.lm_head.weight[...] = model.lm_head.weight[...] * 0.0
     return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token a character: <unk> 0, <s> 1, </s> 2, then letters and signs."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    signs = "abcdefghijklmnopqrstuvwxyz ABQ:.?\n#0123456789=_-"[:47]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{c: 3 + i for i, c in enumerate(signs)}}
+    built = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    built.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    built.decoder = decoders.Fuse()
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=template,
+    )

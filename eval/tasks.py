@@ -1,0 +1,383 @@
+"""Tasks of lm-evaluation-harness, by its own definitions, with the masks accounted.
+
+`run_tasks` runs one task after the other through the harness and writes, into its output folder,
+`tasks.json` (everything), `eval.jsonl` (one record a metric), `requests-TASK.jsonl` (answers, to
+go on after an interruption) and, on request, `samples-TASK.jsonl`. With a data folder nothing is
+downloaded: only the data under the harness's definition is swapped.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from eval import mbpp
+from eval.harness import WideLM
+from eval.records import append_record, common_fields, eval_record
+from eval.store import RequestStore
+from wide_jax.accounting import Accounting
+from wide_jax.routing import Argmax
+
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+ACCEPTED_CODE = "mbpp_plus"  # the one task that runs a model's code: in the sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTask:
+    """A harness task whose data lies in the data folder."""
+
+    harness: str  # the harness's own task name
+    files: Mapping[str, str]  # split -> file in the folder
+    splits: Mapping[str, str]  # the task's `..._split` settings; the others are emptied
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def override(self, data_dir: Path) -> dict[str, Any]:
+        """The harness's task dictionary.
+
+        Raises:
+            FileNotFoundError: names every file that is missing.
+        """
+        paths = {split: data_dir / name for split, name in self.files.items()}
+        missing = [str(path) for path in paths.values() if not path.exists()]
+        if missing:
+            raise FileNotFoundError(f"task {self.harness}: no {', '.join(missing)}")
+        return {
+            "task": self.harness,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {
+                "data_files": {split: str(path.resolve()) for split, path in paths.items()}
+            },
+            **{name: self.splits.get(name) for name in SPLITS},
+            **self.more,
+        }
+
+
+def _validation(harness: str, file: str) -> LocalTask:
+    return LocalTask(harness, {"validation": file}, {"validation_split": "validation"})
+
+
+def _test(harness: str, file: str, **more: Any) -> LocalTask:
+    return LocalTask(harness, {"test": file}, {"test_split": "test"}, more)
+
+
+LOCAL_TASKS: Mapping[str, LocalTask] = {
+    "wikitext": _test("wikitext", "wikitext2/wikitext2_raw_test.jsonl.gz"),
+    "arc_easy": _test("arc_easy", "tasks/arc_easy_test.jsonl.gz"),
+    "arc_challenge": _test("arc_challenge", "tasks/arc_challenge_test.jsonl.gz"),
+    "boolq": _validation("boolq", "tasks/boolq_validation.jsonl.gz"),
+    "winogrande": _validation("winogrande", "tasks/winogrande_xl_validation.jsonl.gz"),
+    "piqa": _validation("piqa", "tasks/piqa_validation.jsonl.gz"),
+    "openbookqa": _test("openbookqa", "tasks/openbookqa_test.jsonl"),
+    "hellaswag": _validation("hellaswag", "tasks/hellaswag_validation.jsonl.gz"),
+    "gsm8k": LocalTask(
+        "gsm8k",
+        {"train": "tasks/gsm8k_train500.jsonl.gz", "test": "tasks/gsm8k_test.jsonl.gz"},
+        {"training_split": "train", "fewshot_split": "train", "test_split": "test"},
+    ),
+    "ifeval": LocalTask("ifeval", {"train": "tasks/ifeval.jsonl.gz"}, {"test_split": "train"}),
+    "mbpp_plus": _test(
+        "mbpp_plus",
+        "tasks/mbppplus_test.jsonl.gz",
+        process_results=mbpp.process_results,
+        metric_list=[
+            {"metric": name, "aggregation": "mean", "higher_is_better": True}
+            for name in ("pass_at_1", "plus_pass_at_1")
+        ],
+    ),
+}
+MMLU_FILES = {"test": "tasks/mmlu_test.jsonl.gz", "dev": "tasks/mmlu_dev.jsonl"}
+# As the field reports them; the harness's own default for MMLU is zero examples.
+FEWSHOT = {"mmlu": 5}
+TASKS = (*LOCAL_TASKS, "mmlu")
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksConfig:
+    """What to run.
+
+    Attributes:
+        tasks: names of the harness (`TASKS` can also run from `data_dir`).
+        data_dir: folder of local data; None: the harness downloads its own.
+        limit: only the first so many documents of each task; None: all.
+        num_fewshot: examples before each question; None: the task's own (5 for MMLU).
+        chat: put the prompt through the tokenizer's chat template.
+        system: system prompt, with `chat`.
+        samples: also write every document with its answers.
+        seed: of few-shot sampling.
+    """
+
+    tasks: tuple[str, ...]
+    data_dir: Path | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat: bool = False
+    system: str | None = None
+    samples: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError(f"no tasks given; known: {', '.join(TASKS)}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit} must be at least 1, or None for all")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """One task's metrics, each with its standard error, and what was skipped to get them."""
+
+    task: str
+    metrics: Mapping[str, float]  # "acc", "acc_norm", "exact_match,strict-match" ...
+    stderr: Mapping[str, float | None]
+    n: int  # documents
+    version: str | None  # of the harness's task definition
+    num_fewshot: int | None
+    prefill: Accounting
+    decode: Accounting | None  # None: nothing was generated
+
+    def line(self) -> str:
+        """One line for people; the accounting has its own."""
+        parts = []
+        for name, value in self.metrics.items():
+            error = self.stderr[name]
+            parts.append(f"{name} {value:.4f}" + ("" if error is None else f" ±{error:.4f}"))
+        return f"{self.task} ({self.n} documents): " + " | ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure, as plain JSON types."""
+        return dataclasses.asdict(self) | {
+            "prefill": self.prefill.to_json(),
+            "decode": None if self.decode is None else self.decode.to_json(),
+        }
+
+
+def run_tasks(
+    lm: WideLM,
+    config: TasksConfig,
+    *,
+    out: Path | None = None,
+    fingerprint: str | None = None,
+    recipe: Mapping[str, Any] | None = None,
+) -> list[TaskResult]:
+    """Run every task, write its results, return them.
+
+    Args:
+        lm: the model.
+        config: the tasks.
+        out: folder of the results; a run that was cut short goes on from it. None: write nothing.
+        fingerprint: of the model's weights and routers, for the records.
+        recipe: how the model was made (`results` records; at least `method`).
+
+    Raises:
+        ValueError: an unknown task, or an output folder of other settings.
+        FileNotFoundError: missing local data.
+    """
+    plain = "wide" if isinstance(lm.routing, Argmax) else "dense"
+    recipe = {"method": plain} | dict(recipe or {})
+    results: list[TaskResult] = []
+    with _quiet_harness(config):
+        for task in config.tasks:
+            path = None if out is None else out / f"requests-{task}.jsonl"
+            lm.store = RequestStore(path, _settings(lm, config, task, fingerprint))
+            found = _evaluate(lm, task, config)
+            result = _result(lm, task, found)
+            results.append(result)
+            if out is not None:
+                _write(out, lm, config, result, found, fingerprint, recipe)
+    if out is not None:
+        report = common_fields("eval") | {
+            "model": lm.name,
+            "fingerprint": fingerprint,
+            "recipe": recipe,
+            "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+            "harness": {"lm_eval": importlib.metadata.version("lm_eval")},
+            "run": dataclasses.asdict(lm.settings),
+            "results": [result.to_json() for result in results],
+        }
+        report["config"]["data_dir"] = None if config.data_dir is None else config.data_dir.name
+        (out / "tasks.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return results
+
+
+def task_spec(task: str, data_dir: Path | None) -> str | dict[str, Any]:
+    """What the harness is asked to run: its own task, or the same with local data.
+
+    Raises:
+        ValueError: a task without local data, where a data folder was given.
+        FileNotFoundError: missing local data.
+    """
+    if data_dir is None:
+        return task
+    if task == "mmlu":
+        return _mmlu(data_dir)
+    if task not in LOCAL_TASKS:
+        raise ValueError(f"task {task!r} has no local data; with a data folder: {', '.join(TASKS)}")
+    # A group: the harness merges an override with the registered task only inside one.
+    return {"group": f"{task}_local", "task": [LOCAL_TASKS[task].override(data_dir)]}
+
+
+def _mmlu(data_dir: Path) -> dict[str, Any]:
+    """The 57 subjects, each filtered from one file; the mean is weighted by size, as MMLU's is."""
+    missing = [name for name in MMLU_FILES.values() if not (data_dir / name).exists()]
+    if missing:
+        raise FileNotFoundError(f"task mmlu: no {', '.join(missing)} in {data_dir}")
+    with _open(data_dir / MMLU_FILES["dev"]) as stream:
+        subjects = sorted({json.loads(line)["subject"] for line in stream if line.strip()})
+    splits = {"test_split": "test", "fewshot_split": "dev"}
+    tasks = [
+        LocalTask(
+            f"mmlu_{subject}", MMLU_FILES, splits, {"process_docs": _of_subject(subject)}
+        ).override(data_dir)
+        for subject in subjects
+    ]
+    weighted = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
+    return {"group": "mmlu_local", "task": tasks, "aggregate_metric_list": weighted}
+
+
+def _of_subject(subject: str):
+    def keep(docs):
+        return docs.filter(lambda doc: doc["subject"] == subject)
+
+    return keep
+
+
+def _open(path: Path):
+    import gzip
+
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open()
+
+
+def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+
+    with mbpp.sandboxed_code_eval():
+        found = simple_evaluate(
+            lm,
+            tasks=[task_spec(task, config.data_dir)],
+            num_fewshot=FEWSHOT.get(task) if config.num_fewshot is None else config.num_fewshot,
+            limit=config.limit,
+            log_samples=config.samples,
+            apply_chat_template=config.chat,
+            fewshot_as_multiturn=config.chat,
+            system_instruction=config.system,
+            random_seed=config.seed,
+            numpy_random_seed=config.seed,
+            torch_random_seed=config.seed,
+            fewshot_random_seed=config.seed,
+            bootstrap_iters=1000,
+            confirm_run_unsafe_code=task == ACCEPTED_CODE,
+        )
+    assert found is not None  # None is for other ranks; this is one process
+    return found
+
+
+def _result(lm: WideLM, task: str, found: Mapping[str, Any]) -> TaskResult:
+    name = next(n for n in (f"{task}_local", task) if n in {**found["results"]})
+    row = found["results"][name]
+    if not any("," in key for key in row):  # a group of one task has no metrics of its own
+        name, row = task, found["results"][task]
+    metrics, stderr = {}, {}
+    for key, value in row.items():
+        metric, _, chosen = key.partition(",")
+        if not chosen or metric.endswith("_stderr"):
+            continue
+        label = metric if chosen == "none" else f"{metric},{chosen}"
+        error = row.get(f"{metric}_stderr,{chosen}")
+        metrics[label] = float(value)
+        stderr[label] = float(error) if isinstance(error, float) else None
+    counts = [n["effective"] for n in found["n-samples"].values()]
+    prefill, decode = lm.store.ran()
+    return TaskResult(
+        task=task,
+        metrics=metrics,
+        stderr=stderr,
+        n=sum(counts),
+        version=str(found["versions"].get(name, "")) or None,
+        num_fewshot=found["n-shot"].get(task, next(iter(found["n-shot"].values()), None)),
+        prefill=prefill.accounting(lm.model),
+        decode=decode.accounting(lm.model) if decode.tokens else None,
+    )
+
+
+def _write(
+    out: Path,
+    lm: WideLM,
+    config: TasksConfig,
+    result: TaskResult,
+    found: Mapping[str, Any],
+    fingerprint: str | None,
+    recipe: Mapping[str, Any],
+) -> None:
+    for metric, value in result.metrics.items():
+        record = eval_record(
+            model=fingerprint or lm.name,
+            task=result.task,
+            metric=metric,
+            value=value,
+            stderr=result.stderr[metric],
+            n=result.n,
+            accounting=result.prefill.summary(),
+            recipe=recipe,
+            seed=recipe.get("seed"),
+            updates=recipe.get("updates"),
+            name=lm.name,
+            num_fewshot=result.num_fewshot,
+            accounting_decode=None if result.decode is None else result.decode.summary(),
+            layers={
+                "attention": list(result.prefill.attention_layers),
+                "ffn": list(result.prefill.ffn_layers),
+            },
+        )
+        append_record(out / "eval.jsonl", record)
+    if config.samples:
+        with (out / f"samples-{result.task}.jsonl").open("w", encoding="utf-8") as stream:
+            for samples in found["samples"].values():
+                for sample in samples:
+                    stream.write(json.dumps(sample, default=str, ensure_ascii=False) + "\n")
+
+
+def _settings(
+    lm: WideLM, config: TasksConfig, task: str, fingerprint: str | None
+) -> dict[str, Any]:
+    """What an answer or the account of a run depends on."""
+    return {
+        "model": fingerprint or lm.name,
+        "routing": type(lm.routing).__name__,
+        "max_length": lm.max_length,
+        "task": task,
+        "limit": config.limit,
+        "num_fewshot": config.num_fewshot,
+        "chat": config.chat,
+        "system": config.system,
+        "seed": config.seed,
+    }
+
+
+@contextmanager
+def _quiet_harness(config: TasksConfig) -> Iterator[None]:
+    """Environment of the harness: offline with local data, its punkt data found, few warnings."""
+    settings: dict[str, str] = {}
+    if config.data_dir is not None:
+        settings |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        nltk_data = config.data_dir / "nltk_data"
+        if nltk_data.exists():
+            settings["NLTK_DATA"] = str(nltk_data.resolve())
+    before = {name: os.environ.get(name) for name in settings}
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the harness's and the datasets' own; ours are raised
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
