@@ -16,7 +16,7 @@ class Linear(nnx.Module):
     """`y = x W^T + b` with the weight as Hugging Face stores it, `[out, in]`.
 
     A new weight is drawn from a normal of standard deviation 0.02 (Hugging Face's
-    `initializer_range`); a bias starts at zero.
+    `initializer_range`); a bias starts at zero. `wide_jax.lora` may attach low-rank factors.
     """
 
     def __init__(
@@ -26,9 +26,12 @@ class Linear(nnx.Module):
             0.02 * jax.random.normal(rngs.params(), (out_features, in_features), dtype)
         )
         self.bias = BaseParam(jnp.zeros((out_features,), dtype)) if bias else None
+        self.lora: nnx.Module | None = nnx.data(None)  # a `wide_jax.lora.LoRAFactors`, if attached
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         y = jnp.einsum("...k,nk->...n", x, self.weight[...])
+        if self.lora is not None:
+            y = y + self.lora(x)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -9,3 +9,11 @@ class BaseParam(nnx.Param):
 
 class RouterParam(nnx.Param):
     """A weight of a router: float32 whatever the model's dtype."""
+
+
+class LoRAParam(nnx.Param):
+    """A low-rank factor: float32 whatever the model's dtype."""
+
+
+class DropoutKey(nnx.Variable):
+    """The random key of one LoRA's dropout. Not a parameter: the training step replaces it."""

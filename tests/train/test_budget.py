@@ -10,7 +10,7 @@ from train.budget import budget_term, masks_usage, visible_keys
 from wide_jax.accounting import account
 from wide_jax.routing import Masks
 
-MODEL = tiny_model()
+MODEL = tiny_model(layers=2)
 
 
 def masks_of(attention, ffn):

@@ -18,7 +18,7 @@ def test_calibration_reaches_its_target(groups):
     history = calibrate(model, tiny_tokens(), config).history
     last = history[-20:]
     for module in ("attention", "ffn"):
-        assert history[0].skip[module] == pytest.approx(0.5, abs=0.1)
+        assert history[0].skip[module] == pytest.approx(0.5, abs=0.2)
         assert np.mean([r.skip[module] for r in last]) == pytest.approx(0.25, abs=0.05)
         assert np.mean([r.hard_skip[module] for r in last]) == pytest.approx(0.25, abs=0.12)
 

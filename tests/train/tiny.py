@@ -14,15 +14,15 @@ VOCAB = 64
 
 
 def tiny_model(
-    *, seed: int = 0, tied: bool = True, groups: int = 16, dtype=jnp.float32
+    *, seed: int = 0, tied: bool = True, groups: int = 16, layers: int = 1, dtype=jnp.float32
 ) -> WideForCausalLM:
-    """2 layers, hidden 32, 8/4 heads of 8, FFN 128 (groups of 16): splits over up to 4 shards."""
+    """Hidden 32, 8/4 heads of 8, FFN 128; one layer, as compiling is what tests wait for."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=8,
