@@ -1,9 +1,11 @@
 """Uploading a model folder to the Hugging Face hub, never without being asked."""
 
+import json
 from pathlib import Path
 
-from wide_jax.hf.config import read_config
+from wide_jax.hf.config import read_config, read_json
 from wide_jax.hf.load import find_weights
+from wide_jax.hf.peft import ADAPTER_CONFIG
 from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info, load_wide_routers
 
 
@@ -39,5 +41,18 @@ def push_to_hub(
 
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
-    done = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    done = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=message,
+        ignore_patterns=[ADAPTER_CONFIG],
+    )
+    if (folder / ADAPTER_CONFIG).exists():  # its base is the repository now, not a folder here
+        entries = read_json(folder / ADAPTER_CONFIG) | {"base_model_name_or_path": repo_id}
+        done = api.upload_file(
+            repo_id=repo_id,
+            path_in_repo=ADAPTER_CONFIG,
+            path_or_fileobj=json.dumps(entries, indent=2).encode(),
+            commit_message=message,
+        )
     return str(done.commit_url)

@@ -147,7 +147,9 @@ def save_wide_model(
                 write_config(folder, config, dtype=stored_dtype(weights))
                 write_weights(folder, weights, shard_bytes=shard_bytes, progress=progress)
         if adapter is not None:
-            write_adapter(folder, adapter, config, base=info.base)
+            # transformers 4.57 with peft goes where the adapter says, even if the model is here
+            own = info.base or str(Path(target).absolute())
+            write_adapter(folder, adapter, config, base=own)
         host = {name: np.asarray(array, np.float32) for name, array in routers.items()}
         write_file(folder / WIDE_ROUTERS, host)
         write_json(folder / WIDE_CONFIG, _to_json(info, config))

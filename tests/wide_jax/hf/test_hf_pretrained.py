@@ -1,4 +1,7 @@
 import dataclasses
+import functools
+import json
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -136,35 +139,58 @@ def test_convert_to_another_dtype_and_back(tmp_path, folder, config, weights):
         convert(folder, full)
 
 
-def test_only_whole_models_are_pushed(tmp_path, folder, config, wide, routers, monkeypatch):
-    calls = []
+class RecordingApi:
+    """Stands for `huggingface_hub.HfApi`: records what would be uploaded."""
 
-    class Api:
-        def __init__(self, token):
-            pass
+    calls: ClassVar[list] = []
 
-        def create_repo(self, repo_id, **options):
-            calls.append((repo_id, options))
+    def __init__(self, token):
+        self.commit = type("Commit", (), {"commit_url": "address"})
 
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
-            calls.append((repo_id, folder_path))
-            return type("Commit", (), {"commit_url": "address"})
+    def create_repo(self, repo_id, **options):
+        self.calls.append((repo_id, options))
 
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    def upload_folder(self, *, repo_id, folder_path, commit_message, ignore_patterns):
+        assert ignore_patterns == ["adapter_config.json"]
+        self.calls.append((repo_id, folder_path))
+        return self.commit
+
+    def upload_file(self, *, repo_id, path_in_repo, path_or_fileobj, commit_message):
+        self.calls.append((path_in_repo, json.loads(path_or_fileobj)))
+        return self.commit
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    RecordingApi.calls.clear()
+    monkeypatch.setattr("huggingface_hub.HfApi", RecordingApi)
+    return RecordingApi.calls
+
+
+def test_only_whole_models_are_pushed(tmp_path, folder, config, wide, routers, uploads):
+    save = functools.partial(save_wide_model, config=config, wide=wide, routers=routers)
     out = tmp_path / "wide"
-    save_wide_model(out, base=folder, config=config, wide=wide, routers=routers)
+    save(out, base=folder)
     assert push_to_hub(out, "me/model") == "address"
-    assert calls == [("me/model", {"private": True, "exist_ok": True}), ("me/model", out)]
+    assert uploads == [("me/model", {"private": True, "exist_ok": True}), ("me/model", out)]
     (out / "wide_routers.safetensors").unlink()
     with pytest.raises(CheckpointError):
         push_to_hub(out, "me/model")
-    delta = tmp_path / "delta"
-    save_wide_model(
-        delta, base=folder, config=config, wide=wide, routers=routers, include_base=False
-    )
+    save(tmp_path / "delta", base=folder, include_base=False)
     with pytest.raises(ValueError, match="export it with the base"):
-        push_to_hub(delta, "me/model")
-    assert len(calls) == 2
+        push_to_hub(tmp_path / "delta", "me/model")
+    assert len(uploads) == 2
+
+
+def test_a_pushed_adapter_names_the_repository_as_its_base(
+    tmp_path, folder, config, wide, routers, lora, uploads
+):
+    out = tmp_path / "wide"
+    save_wide_model(out, base=folder, config=config, wide=wide, routers=routers, adapter=lora)
+    here = json.loads((out / "adapter_config.json").read_text())
+    assert here["base_model_name_or_path"] == str(out)
+    push_to_hub(out, "me/model")
+    assert uploads[-1] == ("adapter_config.json", here | {"base_model_name_or_path": "me/model"})
 
 
 def test_placed_by_a_sharding(folder, wide):
