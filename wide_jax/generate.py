@@ -114,70 +114,108 @@ def decode_step(
     return model.logits(output.hidden[:, 0]), _cache_of(output), _usage_of(model, output, batch)
 
 
-def decode_loop(
-    forward: Callable[[Int[Array, "B"], Bool[Array, "B"], KVCache], tuple],
-    first_logits: Float[Array, "B V"],
+Forward = Callable[
+    [Int[Array, "B"], Bool[Array, "B"], KVCache], tuple[Array, KVCache, Usage | None]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSettings:
+    """What a compiled decode loop is specialised to."""
+
+    sampler: Sampler
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+
+
+def first_draw(
+    logits: Float[Array, "B V"],
     cache: KVCache,
-    *,
     keys: Key[Array, "B"],
     temperature: Float[Array, "B"],
-    sampler: Sampler,
-    max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    pad_id: int,
+    settings: DecodeSettings,
+    *,
     seen: Bool[Array, "B V"] | None,
     no_usage: Usage | None,
 ) -> DecodeState:
-    """Draw tokens until every row has ended or drawn `max_new_tokens`.
+    """The loop's state after drawing every row's first token from the prompt's logits.
 
-    `forward(token, active, cache)` is one decode step. A row's draw number i uses its key with i
-    folded in, whatever the other rows do. `no_usage` is the zero that usage adds up from.
+    `no_usage` is the zero that usage adds up from; `seen` marks the prompt's tokens where a
+    repetition penalty needs them.
     """
-    rows = first_logits.shape[0]
-    indices = jnp.arange(rows)
-
-    def draw(logits: Array, state: DecodeState) -> DecodeState:
-        active = ~state.done
-        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
-        token, log_prob, finite = sample(logits, step_keys, temperature, sampler, state.seen)
-        ended = jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.array(False)
-        seen = state.seen
-        if seen is not None:
-            seen = seen.at[indices, token].max(active)
-        bad = active & ~finite
-        return dataclasses.replace(
-            state,
-            token=token,
-            step=state.step + 1,
-            done=state.done | ended | bad,
-            finite=state.finite & ~bad,
-            tokens=state.tokens.at[:, state.step].set(jnp.where(active, token, pad_id)),
-            log_probs=state.log_probs.at[:, state.step].set(jnp.where(active, log_prob, 0.0)),
-            lengths=state.lengths + active.astype(jnp.int32),
-            seen=seen,
-        )
-
-    def unfinished(state: DecodeState) -> Bool[Array, ""]:
-        return (state.step < max_new_tokens) & ~state.done.all()
-
-    def advance(state: DecodeState) -> DecodeState:
-        logits, cache, used = forward(state.token, ~state.done, state.cache)
-        total = None if used is None else state.usage + used
-        return draw(logits, dataclasses.replace(state, cache=cache, usage=total))
-
-    start = DecodeState(
+    rows = logits.shape[0]
+    empty = DecodeState(
         cache=cache,
         token=jnp.zeros((rows,), jnp.int32),
         step=jnp.int32(0),
         done=jnp.zeros((rows,), bool),
         finite=jnp.ones((rows,), bool),
-        tokens=jnp.full((rows, max_new_tokens), pad_id, jnp.int32),
-        log_probs=jnp.zeros((rows, max_new_tokens), jnp.float32),
+        tokens=jnp.full((rows, settings.max_new_tokens), settings.pad_id, jnp.int32),
+        log_probs=jnp.zeros((rows, settings.max_new_tokens), jnp.float32),
         lengths=jnp.zeros((rows,), jnp.int32),
         seen=seen,
         usage=no_usage,
     )
-    return jax.lax.while_loop(unfinished, advance, draw(first_logits, start))
+    return _draw(logits, empty, keys, temperature, settings)
+
+
+def decode_until(
+    forward: Forward,
+    state: DecodeState,
+    keys: Key[Array, "B"],
+    temperature: Float[Array, "B"],
+    settings: DecodeSettings,
+    limit: Int[Array, ""],
+) -> DecodeState:
+    """Draw on until `limit` tokens a row, `max_new_tokens`, or every row's end.
+
+    `forward(token, active, cache)` is one decode step. A row's draw number i uses its key with i
+    folded in, whatever the other rows do, so pieces of any size give the same tokens.
+    """
+    last = jnp.minimum(limit, settings.max_new_tokens)
+
+    def unfinished(state: DecodeState) -> Bool[Array, ""]:
+        return (state.step < last) & ~state.done.all()
+
+    def advance(state: DecodeState) -> DecodeState:
+        logits, cache, used = forward(state.token, ~state.done, state.cache)
+        total = None if used is None else state.usage + used
+        advanced = dataclasses.replace(state, cache=cache, usage=total)
+        return _draw(logits, advanced, keys, temperature, settings)
+
+    return jax.lax.while_loop(unfinished, advance, state)
+
+
+def _draw(
+    logits: Float[Array, "B V"],
+    state: DecodeState,
+    keys: Key[Array, "B"],
+    temperature: Float[Array, "B"],
+    settings: DecodeSettings,
+) -> DecodeState:
+    active = ~state.done
+    step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
+    token, log_prob, finite = sample(logits, step_keys, temperature, settings.sampler, state.seen)
+    ended = jnp.zeros_like(state.done)
+    if settings.stop_ids:
+        ended = jnp.isin(token, jnp.array(settings.stop_ids, jnp.int32))
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(token.shape[0]), token].max(active)
+    bad = active & ~finite
+    shown = jnp.where(active, token, settings.pad_id)
+    return dataclasses.replace(
+        state,
+        token=token,
+        step=state.step + 1,
+        done=state.done | ended | bad,
+        finite=state.finite & ~bad,
+        tokens=state.tokens.at[:, state.step].set(shown),
+        log_probs=state.log_probs.at[:, state.step].set(jnp.where(active, log_prob, 0.0)),
+        lengths=state.lengths + active.astype(jnp.int32),
+        seen=seen,
+    )
 
 
 def generate(
@@ -191,6 +229,8 @@ def generate(
     seeds: Sequence[int] | None = None,
     stop_ids: Sequence[int] | None = None,
     prefill_chunk: int | None = None,
+    on_tokens: Callable[[list[list[int]]], None] | None = None,
+    stream_every: int = 8,
 ) -> Generation:
     """Continue every prompt.
 
@@ -204,6 +244,9 @@ def generate(
         seeds: one per row, by default 0, 1, 2, ...; a row's tokens depend on its own only.
         stop_ids: tokens that end a row; by default the model's end-of-sequence ids.
         prefill_chunk: run prompts in pieces of so many tokens, to bound memory.
+        on_tokens: called with each row's newest tokens, every `stream_every` steps; without it the
+            whole loop stays on the device.
+        stream_every: steps between two calls of `on_tokens`.
 
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, lists of unequal lengths, or
@@ -215,7 +258,7 @@ def generate(
     sampler = Sampler() if sampler is None else sampler
     seeds = list(range(len(prompts))) if seeds is None else list(seeds)
     temps = [sampler.temperature] * len(prompts) if temperatures is None else list(temperatures)
-    _check_request(config, prompts, max_new_tokens, seeds, temps, prefill_chunk)
+    _check_request(config, prompts, max_new_tokens, seeds, temps, prefill_chunk, stream_every)
     stops = tuple(config.eos_token_ids if stop_ids is None else stop_ids)
     routing = Argmax() if routing is None else routing
 
@@ -234,29 +277,63 @@ def generate(
     logits, cache, prefilled = _prefill_in_chunks(
         graphdef, state, ids, lengths, cache, routing, prefill_chunk or width
     )
-    made, _ = _decode(
-        graphdef,
-        state,
-        logits,
-        cache,
-        routing,
-        jax.vmap(jax.random.key)(jnp.array(seeds)),
-        jnp.array(temps, jnp.float32),
-        _seen_tokens(ids, lengths, config.vocab_size) if sampler.repetition_penalty != 1 else None,
-        jax.tree.map(jnp.zeros_like, prefilled),
+    settings = DecodeSettings(
         sampler=sampler,
         max_new_tokens=max_new_tokens,
         stop_ids=stops,
         pad_id=0 if config.pad_token_id is None else config.pad_token_id,
     )
-    tokens, new_lengths, log_probs, steps, finite, decoded = jax.device_get(made)
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds))
+    temperature = jnp.array(temps, jnp.float32)
+    seen = None
+    if sampler.repetition_penalty != 1:
+        seen = _seen_tokens(ids, lengths, config.vocab_size)
+    decoding = _first_draw(
+        logits,
+        cache,
+        keys,
+        temperature,
+        settings,
+        seen=seen,
+        no_usage=jax.tree.map(jnp.zeros_like, prefilled),
+    )
+    shown, piece = 0, max_new_tokens if on_tokens is None else stream_every
+    for limit in range(piece, max_new_tokens + piece, piece):
+        decoding = _decode_until(
+            graphdef, state, decoding, routing, keys, temperature, settings, np.int32(limit)
+        )
+        if on_tokens is None:
+            continue
+        new, counts, done = jax.device_get((decoding.tokens, decoding.lengths, decoding.done))
+        on_tokens([row[shown:n].tolist() for row, n in zip(new, counts, strict=True)])
+        shown = limit
+        if done.all():
+            break
+    return _on_host(decoding, prefilled)
+
+
+_first_draw = jax.jit(first_draw, static_argnames="settings", donate_argnames="cache")
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "settings"), donate_argnames="decoding")
+def _decode_until(graphdef, state, decoding, routing, keys, temperature, settings, limit):
+    def forward(token, active, cache):
+        return decode_step(graphdef, state, token, active, cache, routing)
+
+    return decode_until(forward, decoding, keys, temperature, settings, limit)
+
+
+def _on_host(state: DecodeState, prefilled: Usage | None) -> Generation:
+    """Raises FloatingPointError for a row whose logits were not finite."""
+    made = (state.tokens, state.lengths, state.log_probs, state.step, state.finite, state.usage)
+    tokens, lengths, log_probs, steps, finite, decoded = jax.device_get(made)
     if not finite.all():
         row = int(np.argmin(finite))
         raise FloatingPointError(
-            f"row {row}: the logits of new token {new_lengths[row] - 1} are not finite; "
+            f"row {row}: the logits of new token {lengths[row] - 1} are not finite; "
             "check the weights and the dtype"
         )
-    return Generation(tokens, new_lengths, log_probs, int(steps), prefilled, decoded)
+    return Generation(tokens, lengths, log_probs, int(steps), prefilled, decoded)
 
 
 def _prefill_in_chunks(graphdef, state, ids, lengths, cache, routing, chunk):
@@ -273,29 +350,6 @@ def _prefill_in_chunks(graphdef, state, ids, lengths, cache, routing, chunk):
             logits = jnp.where((inside > 0)[:, None], piece, logits)
             total = None if used is None else total + used
     return logits, cache, total
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("graphdef", "sampler", "max_new_tokens", "stop_ids", "pad_id"),
-    donate_argnames="cache",
-)
-def _decode(graphdef, state, logits, cache, routing, keys, temperature, seen, no_usage, **settings):
-    def forward(token, active, cache):
-        return decode_step(graphdef, state, token, active, cache, routing)
-
-    final = decode_loop(
-        forward,
-        logits,
-        cache,
-        keys=keys,
-        temperature=temperature,
-        seen=seen,
-        no_usage=no_usage,
-        **settings,
-    )
-    made = final.tokens, final.lengths, final.log_probs, final.step, final.finite, final.usage
-    return made, final.cache  # returning the cache lets the loop work in the donated one
 
 
 def _cache_of(output: ModelOutput) -> KVCache:
@@ -320,7 +374,9 @@ def _bucket(length: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-def _check_request(config, prompts, max_new_tokens, seeds, temperatures, prefill_chunk) -> None:
+def _check_request(
+    config, prompts, max_new_tokens, seeds, temperatures, prefill_chunk, stream_every
+) -> None:
     if not prompts:
         raise ValueError("prompts is empty: give at least one")
     for name, values in (("seeds", seeds), ("temperatures", temperatures)):
@@ -328,7 +384,8 @@ def _check_request(config, prompts, max_new_tokens, seeds, temperatures, prefill
             raise ValueError(f"{name} has {len(values)} entries for {len(prompts)} prompts")
     for temperature in temperatures:
         check_temperature(temperature)
-    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+    counts = {"max_new_tokens": max_new_tokens, "stream_every": stream_every}
+    for name, value in {**counts, "prefill_chunk": prefill_chunk}.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     for row, prompt in enumerate(prompts):

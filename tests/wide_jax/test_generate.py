@@ -9,7 +9,7 @@ from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import WideConfig
-from wide_jax.generate import decode_loop, generate
+from wide_jax.generate import DecodeSettings, decode_until, first_draw, generate
 from wide_jax.routing import AllOn, Argmax
 from wide_jax.sampling import Sampler
 
@@ -55,6 +55,26 @@ def test_a_row_does_not_depend_on_its_batch_or_on_cache_length(wide_model):
     assert longer.tokens[0, :5].tolist() == alone.tokens[0].tolist()
 
 
+def test_streamed_tokens_are_the_same_tokens_in_order(wide_model):
+    whole = generate(wide_model, PROMPTS, max_new_tokens=7, stop_ids=())
+    end = int(whole.tokens[0, 3])  # row 0 stops early
+    whole = generate(wide_model, PROMPTS, max_new_tokens=7, stop_ids=[end])
+    pieces = []
+    streamed = generate(
+        wide_model,
+        PROMPTS,
+        max_new_tokens=7,
+        stop_ids=[end],
+        on_tokens=pieces.append,
+        stream_every=3,
+    )
+    np.testing.assert_array_equal(streamed.tokens, whole.tokens)
+    np.testing.assert_array_equal(streamed.log_probs, whole.log_probs)
+    for row, tokens in enumerate(whole.rows()):
+        assert [token for piece in pieces for token in piece[row]] == tokens
+    assert len(pieces) > 1
+
+
 def test_usage_counts_prefill_and_decode_apart(wide_model):
     result = generate(wide_model, PROMPTS, max_new_tokens=4, stop_ids=())
     assert result.prefill_usage is not None
@@ -80,19 +100,18 @@ def test_case_B6_rows_end_apart_and_nothing_runs_after_the_last(pad):
         return logits, KVCache(cache.layers, cache.lengths + 1), None
 
     config = tiny_config()
-    state = decode_loop(
-        forward,
+    keys, temperature = jax.vmap(jax.random.key)(jnp.arange(2)), jnp.zeros(2)
+    settings = DecodeSettings(Sampler(), max_new_tokens=10, stop_ids=(eos,), pad_id=pad)
+    state = first_draw(
         jax.nn.one_hot(table[:, 0], 61) * 9.0,
         KVCache.empty(config, 2, 4, jnp.float32),
-        keys=jax.vmap(jax.random.key)(jnp.arange(2)),
-        temperature=jnp.zeros(2),
-        sampler=Sampler(),
-        max_new_tokens=10,
-        stop_ids=(eos,),
-        pad_id=pad,
+        keys,
+        temperature,
+        settings,
         seen=None,
         no_usage=None,
     )
+    state = decode_until(forward, state, keys, temperature, settings, jnp.int32(10))
     jax.effects_barrier()
     assert state.tokens[0].tolist() == [11, eos] + [pad] * 8
     assert state.tokens[1].tolist() == [12, 13, 14, 15, eos] + [pad] * 5
@@ -141,6 +160,7 @@ def test_non_finite_logits_are_an_error_that_names_row_and_step():
         ([[5]], {"seeds": [1, 2]}, "seeds has 2 entries"),
         ([[5]], {"temperatures": [float("nan")]}, "temperature=nan"),
         ([[5]], {"prefill_chunk": 0}, "prefill_chunk=0"),
+        ([[5]], {"stream_every": 0}, "stream_every=0"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(wide_model, prompts, settings, message):

@@ -50,6 +50,8 @@ class Args:
     """Continuations to draw, with seeds `seed`, `seed + 1`, ..."""
     seed: int = 0
     """Of the first continuation."""
+    stream: bool = True
+    """Show the text as it comes (one sample only)."""
     prefill_chunk: int | None = None
     """Run the prompt in pieces of so many tokens, to bound memory."""
     json: Path | None = None
@@ -77,6 +79,7 @@ def main(args: Args) -> None:
         folder = resolve_model(args.model, progress=advance_bytes(advance))
         model = from_pretrained(folder, dense=args.dense, progress=advance_bytes(advance))
     tokenizer = load_tokenizer(folder)
+    streamed = _Stream(console, tokenizer) if args.stream and args.samples == 1 else None
     result = generate(
         model,
         [_prompt_ids(tokenizer, args)] * args.samples,
@@ -86,12 +89,13 @@ def main(args: Args) -> None:
         seeds=range(args.seed, args.seed + args.samples),
         stop_ids=stop_token_ids(base_folder(folder), model.config),
         prefill_chunk=args.prefill_chunk,
+        on_tokens=streamed,
     )
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in result.rows()]
-    for number, text in enumerate(texts):
-        if args.samples > 1:
-            console.rule(f"seed {args.seed + number}")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if streamed is not None:
+        console.print()
+    else:
+        _print_samples(console, texts, args.seed)
     skipped = _skipped(result, model)
     for phase, figures in skipped.items():
         console.print(f"[dim]{phase}: {figures['line']}[/dim]", highlight=False, soft_wrap=True)
@@ -100,6 +104,35 @@ def main(args: Args) -> None:
             args.json,
             {"prompt": args.prompt, "texts": texts, "tokens": result.rows(), "skipped": skipped},
         )
+
+
+class _Stream:
+    """Prints the text of one row as its tokens come.
+
+    Text is decoded from the row's start each time and only what is new is shown: a token's text
+    can depend on its neighbours, and a character may need several tokens.
+    """
+
+    def __init__(self, console: Console, tokenizer: Any):
+        self.console, self.tokenizer = console, tokenizer
+        self.tokens: list[int] = []
+        self.shown = 0
+
+    def __call__(self, rows: list[list[int]]) -> None:
+        self.tokens += rows[0]
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character still being spelt
+        self.console.print(
+            whole[self.shown :], end="", highlight=False, markup=False, soft_wrap=True
+        )
+        self.shown = max(self.shown, len(whole))
+
+
+def _print_samples(console: Console, texts: list[str], first_seed: int) -> None:
+    for number, text in enumerate(texts):
+        if len(texts) > 1:
+            console.rule(f"seed {first_seed + number}")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _prompt_ids(tokenizer: Any, args: Args) -> list[int]:
