@@ -237,7 +237,9 @@ def _mmlu(data_dir: Path) -> dict[str, Any]:
         for subject in subjects
     ]
     weighted = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
-    return {"group": "mmlu_local", "task": tasks, "aggregate_metric_list": weighted}
+    # The outer group is there because the harness hands its settings down to tasks.
+    inner = {"group": "mmlu_local", "task": tasks, "aggregate_metric_list": weighted}
+    return {"group": "local", "task": [inner]}
 
 
 def _of_subject(subject: str):
@@ -278,10 +280,9 @@ def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
 
 
 def _result(lm: WideLM, task: str, found: Mapping[str, Any]) -> TaskResult:
-    name = next(n for n in (f"{task}_local", task) if n in {**found["results"]})
-    row = found["results"][name]
-    if not any("," in key for key in row):  # a group of one task has no metrics of its own
-        name, row = task, found["results"][task]
+    rows = found["results"]
+    name = task if task in rows else next(n for n in rows if n.endswith(f"{task}_local"))
+    row = rows[name]
     metrics, stderr = {}, {}
     for key, value in row.items():
         metric, _, chosen = key.partition(",")

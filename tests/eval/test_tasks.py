@@ -1,0 +1,207 @@
+"""The task path, offline, from local files to results: tiny data, the harness's own definitions."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from tests.eval.conftest import TINY, tiny_model
+from wide_jax.config import WideConfig
+
+pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
+
+from eval.harness import HarnessConfig, WideLM
+from eval.records import read_records
+from eval.tasks import TasksConfig, run_tasks, task_spec
+
+WORDS = ["the", "a", "cat", "dog", "sun", "red", "sea", "old", "new", "big", "top", "hat"]
+
+
+def sentence(rng, count):
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A data folder with a few documents of every kind of task."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("data")
+    choices = [{"text": [sentence(rng, n) for n in (1, 2, 3, 2)], "label": list("ABCD")}] * 6
+    files = {
+        "tasks/arc_easy_test.jsonl.gz": [
+            {
+                "id": str(i),
+                "question": sentence(rng, 5 + i),
+                "choices": c,
+                "answerKey": "ABCD"[i % 4],
+            }
+            for i, c in enumerate(choices)
+        ],
+        "wikitext2/wikitext2_raw_test.jsonl.gz": [
+            {"page": f" = {sentence(rng, 1)} = \n \n {sentence(rng, 90)} \n"},
+            {"page": sentence(rng, 3)},
+        ],
+        "tasks/gsm8k_train500.jsonl.gz": [
+            {"question": sentence(rng, 3), "answer": f"so {i}\n#### {i}"} for i in range(6)
+        ],
+        "tasks/gsm8k_test.jsonl.gz": [
+            {"question": sentence(rng, 3), "answer": f"#### {i}"} for i in range(2)
+        ],
+        "tasks/mmlu_dev.jsonl": [
+            {"question": sentence(rng, 2), "subject": s, "choices": list("wxyz"), "answer": i % 4}
+            for s in ("anatomy", "virology")
+            for i in range(5)
+        ],
+        "tasks/mmlu_test.jsonl.gz": [
+            {"question": sentence(rng, 3), "subject": s, "choices": list("wxyz"), "answer": 1}
+            for s in ("virology", "anatomy", "anatomy")
+        ],
+        "tasks/mbppplus_test.jsonl.gz": [
+            {
+                "task_id": 7,
+                "prompt": "square a number.",
+                "code": "",
+                "test_imports": [],
+                "test_list": ["assert f(2) == 4", "assert f(3) == 9", "assert f(0) == 0"],
+                "entry_point": "f",
+                "oracle": "eq",
+                "atol": 0,
+                "inputs": "[[2]]",
+                "results": "[4]",
+            }
+        ],
+    }
+    for name, rows in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    wide = WideConfig.for_model(TINY, ffn_group_size=8, router_rank=4)
+    return tiny_model(wide, max_position_embeddings=1024)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+def lm_of(model, tokenizer, **settings):
+    settings = {"progress": False, "batch_size": 8} | settings
+    return WideLM(model, tokenizer, config=HarnessConfig(**settings), name="tiny")
+
+
+def test_a_task_offline_through_the_whole_path(model, tokenizer, data_dir, tmp_path):
+    config = TasksConfig(("arc_easy",), data_dir=data_dir, samples=True)
+    [result] = run_tasks(
+        lm_of(model, tokenizer),
+        config,
+        out=tmp_path,
+        fingerprint="sha256:abc",
+        recipe={"method": "wide", "seed": 3},
+    )
+    assert (result.task, result.n, result.decode) == ("arc_easy", 6, None)
+    assert set(result.metrics) == {"acc", "acc_norm"}
+    assert all(value in [i / 6 for i in range(7)] for value in result.metrics.values())
+    assert all(error > 0 for error in result.stderr.values())
+    assert 0 < result.prefill.flops < 1
+    assert len(result.prefill.ffn_layers) == 2
+    lines = (tmp_path / "samples-arc_easy.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 6
+    right = sum(sample["acc"] for sample in samples)
+    assert right / 6 == result.metrics["acc"]
+    # Every real token was counted once: the requests as the samples show them.
+    rows = {
+        tuple(tokenizer.encode(context + continuation))[:-1]
+        for sample in samples
+        for context, continuation in sample["arguments"]
+    }
+    assert result.prefill.tokens == sum(map(len, rows))
+    records = [record for _, record in read_records(tmp_path / "eval.jsonl")]
+    assert {r["metric"]: r["value"] for r in records} == dict(result.metrics)
+    assert records[0]["accounting"] == result.prefill.summary()
+    assert (records[0]["model"], records[0]["seed"]) == ("sha256:abc", 3)
+    report = json.loads((tmp_path / "tasks.json").read_text())
+    assert report["results"] == json.loads(json.dumps([result.to_json()]))
+    assert report["harness"]["lm_eval"]
+    assert str(data_dir) not in (tmp_path / "eval.jsonl").read_text()
+
+
+def test_nothing_depends_on_batch_size_and_a_cut_run_goes_on(
+    model, tokenizer, data_dir, tmp_path, monkeypatch
+):
+    config = TasksConfig(("arc_easy",), data_dir=data_dir)
+    [whole] = run_tasks(lm_of(model, tokenizer, batch_size=3), config)
+    lm = lm_of(model, tokenizer, batch_size=4)
+    answer, calls = lm._score, []
+
+    def cut_short(windows, kind, *, share):
+        calls.append(len(windows))
+        answer(windows[:9], kind, share=share)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm, "_score", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(lm, config, out=tmp_path)
+    assert calls == [24]
+    monkeypatch.undo()
+    [resumed] = run_tasks(lm_of(model, tokenizer, batch_size=8), config, out=tmp_path)
+    assert resumed == whole  # metrics, errors, and the account of every token
+    lines = (tmp_path / "requests-arc_easy.jsonl").read_text().splitlines()
+    assert sum(len(json.loads(line)["answers"]) for line in lines[1:]) == 24
+    with pytest.raises(ValueError, match=r"other settings \(limit differ\)"):
+        run_tasks(
+            lm_of(model, tokenizer),
+            TasksConfig(("arc_easy",), data_dir=data_dir, limit=2),
+            out=tmp_path,
+        )
+
+
+def test_every_kind_of_request(model, tokenizer, data_dir):
+    lm = lm_of(model, tokenizer, max_length=700)
+    config = TasksConfig(("wikitext", "gsm8k", "mmlu", "mbpp_plus"), data_dir=data_dir)
+    found = {result.task: result for result in run_tasks(lm, config)}
+    assert set(found["wikitext"].metrics) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    assert set(found["gsm8k"].metrics) == {
+        "exact_match,strict-match",
+        "exact_match,flexible-extract",
+    }
+    assert found["gsm8k"].num_fewshot == 5
+    assert found["gsm8k"].decode.tokens > 0
+    assert (found["mmlu"].n, found["mmlu"].num_fewshot) == (3, 5)
+    assert set(found["mmlu"].metrics) == {"acc"}
+    assert found["mbpp_plus"].metrics == {"pass_at_1": 0.0, "plus_pass_at_1": 0.0}
+    for result in found.values():
+        assert result.n > 0
+        assert 0 < result.prefill.flops < 1
+        assert result.task in result.line()
+
+
+def test_chat_template_and_system_prompt(model, tokenizer, data_dir):
+    config = TasksConfig(
+        ("arc_easy",), data_dir=data_dir, limit=1, chat=True, system="be right", samples=True
+    )
+    [plain] = run_tasks(
+        lm_of(model, tokenizer), TasksConfig(("arc_easy",), data_dir=data_dir, limit=1)
+    )
+    [chat] = run_tasks(lm_of(model, tokenizer), config)
+    assert chat.prefill.tokens > plain.prefill.tokens
+
+
+def test_missing_data_and_unknown_tasks_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"task piqa: no .*piqa_validation\.jsonl\.gz"):
+        task_spec("piqa", tmp_path)
+    with pytest.raises(FileNotFoundError, match="task mmlu: no tasks/mmlu_test"):
+        task_spec("mmlu", tmp_path)
+    with pytest.raises(ValueError, match="task 'lambada' has no local data; with a data folder: w"):
+        task_spec("lambada", tmp_path)
+    assert task_spec("lambada", None) == "lambada"
+    with pytest.raises(ValueError, match="no tasks given"):
+        TasksConfig(())
+    with pytest.raises(ValueError, match="limit=0"):
+        TasksConfig(("piqa",), limit=0)
