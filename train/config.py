@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
-from wide_jax.routing import MODULES
+from wide_jax.routing import MODULES, Module
 
 Budget = Literal["paper", "separate", "flops", "bytes"]
 
@@ -28,6 +28,15 @@ class TrainConfig:
     """Context length in tokens at which `flops` and `bytes` are priced; None: sequence_length."""
     alpha: float = 20.0
     """Weight of the budget term beside the cross entropy."""
+
+    target: Literal["all", "attention", "ffn"] = "all"
+    """Modules that may skip; a module left out keeps running everything."""
+    freeze_routers: bool = False
+    """Hold the routers still: masks are argmax, without noise, and the budget term only a number
+    (stage 2)."""
+    distill: Literal["off", "beside", "only"] = "off"
+    """KL to the dense base (all masks on, no LoRA): added to the cross entropy, or in its place."""
+    distill_weight: float = 1.0
 
     updates: int = 10_000
     """Optimizer updates of the whole run."""
@@ -69,8 +78,9 @@ class TrainConfig:
             for name, rule, holds in _RULES
             if getattr(self, name) is not None and not holds(getattr(self, name))
         ]
-        if self.budget not in get_args(Budget):
-            problems.append(f"budget={self.budget!r} must be one of {get_args(Budget)}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                problems.append(f"{name}={getattr(self, name)!r} must be one of {allowed}")
         for module in MODULES:
             name = f"{module}_sparsity"
             if getattr(self, name) is not None and self.budget != "separate":
@@ -92,6 +102,11 @@ class TrainConfig:
                 )
         if problems:
             raise ValueError("; ".join(problems))
+
+    @property
+    def routed(self) -> tuple[Module, ...]:
+        """The modules that may skip."""
+        return MODULES if self.target == "all" else (self.target,)
 
     @property
     def micro_batch(self) -> int:
@@ -125,6 +140,12 @@ def _finite(x: float | int) -> bool:
     return 0 <= x < float("inf")
 
 
+_CHOICES = {
+    "budget": get_args(Budget),
+    "target": ("all", *MODULES),
+    "distill": ("off", "beside", "only"),
+}
+
 _RULES = (
     *((name, "between 0 and 1", _between_0_and_1) for name in ("sparsity", "warmup_fraction")),
     *((f"{module}_sparsity", "between 0 and 1", _between_0_and_1) for module in MODULES),
@@ -146,7 +167,10 @@ _RULES = (
         (name, "positive and finite", _positive)
         for name in ("learning_rate", "clip_norm", "tau_start", "tau_end", "epsilon")
     ),
-    *((name, "finite and not negative", _finite) for name in ("alpha", "weight_decay")),
+    *(
+        (name, "finite and not negative", _finite)
+        for name in ("alpha", "weight_decay", "distill_weight")
+    ),
     *((name, "in [0, 1)", lambda x: 0 <= x < 1) for name in ("beta1", "beta2")),
     ("seed", "between 0 and 2**32 - 1", lambda x: 0 <= x < 2**32),
 )

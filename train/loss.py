@@ -60,13 +60,44 @@ def next_token_loss(
 
     def chunk_loss(hidden, following, scored):
         scores = constrain(logits(hidden).astype(jnp.float32), "logits_BTV")
-        # not take_along_axis alone: under a sharded vocabulary a one-hot sum stays local
         right = jnp.take_along_axis(scores, following[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(scores, axis=-1) - right
         return jnp.sum(jnp.where(scored, nll, 0.0))
 
     total = chunked_sum(chunk_loss, hidden, (following, scored), chunk=chunk)
     return LossSums(total, scored.sum(dtype=jnp.int32))
+
+
+def distillation_loss(
+    hidden: Float[Array, "B T D"],
+    logits: Logits,
+    teacher_hidden: Float[Array, "B T D"],
+    teacher_logits: Logits,
+    batch: TokenBatch,
+    *,
+    chunk: int,
+) -> LossSums:
+    """KL(teacher || student) of the next-token distributions, in nats, at scored positions.
+
+    `sum_v p (log p - log q)` with the teacher's `p` and the student's `q` (arXiv 1503.02531 at
+    temperature 1). The teacher is a constant. Arguments as in `next_token_loss`.
+    """
+    scored = scored_targets(batch)
+
+    def chunk_loss(hidden, teacher_hidden, scored):
+        student = jax.nn.log_softmax(
+            constrain(logits(hidden).astype(jnp.float32), "logits_BTV"), axis=-1
+        )
+        teacher = jax.nn.log_softmax(
+            constrain(teacher_logits(teacher_hidden).astype(jnp.float32), "logits_BTV"), axis=-1
+        )
+        kl = jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
+        return jnp.sum(jnp.where(scored, kl, 0.0))
+
+    others = (jax.lax.stop_gradient(teacher_hidden), scored)
+    return LossSums(
+        chunked_sum(chunk_loss, hidden, others, chunk=chunk), scored.sum(dtype=jnp.int32)
+    )
 
 
 def chunked_sum(

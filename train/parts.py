@@ -6,14 +6,17 @@ nothing of it (gradient, moment, decay, share of the clip norm) can exist.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Key
 
 from wide_jax import partition
 from wide_jax.model import WideForCausalLM
+from wide_jax.params import DropoutKey
 
 Params = dict[str, jax.Array]
 
@@ -25,38 +28,55 @@ class ModelParts:
     graphdef: nnx.GraphDef
     trainable_names: tuple[str, ...]
     frozen_names: tuple[str, ...]
-    trainable_tree: jax.tree_util.PyTreeDef
-    frozen_tree: jax.tree_util.PyTreeDef
+    trees: tuple[jax.tree_util.PyTreeDef, ...]  # of the trainables, the frozen, the dropout keys
 
-    def merge(self, trainable: Params, frozen: Params) -> WideForCausalLM:
-        """The model with these parameters. Pure: usable inside jit."""
+    def merge(
+        self, trainable: Params, frozen: Params, dropout_key: Key[Array, ""] | None = None
+    ) -> WideForCausalLM:
+        """The model with these parameters. Pure: usable inside jit.
+
+        Extra names are passed over. `dropout_key` is needed where the structure was taken with
+        LoRA dropout on; every map folds in its own number.
+        """
+        trained_tree, frozen_tree, key_tree = self.trees
+        if key_tree.num_leaves and dropout_key is None:
+            raise ValueError("this structure was taken with LoRA dropout on: give a dropout_key")
+        keys = [jax.random.fold_in(dropout_key, n) for n in range(key_tree.num_leaves)]
         return nnx.merge(
             self.graphdef,
-            self.trainable_tree.unflatten([trainable[name] for name in self.trainable_names]),
-            self.frozen_tree.unflatten([frozen[name] for name in self.frozen_names]),
+            trained_tree.unflatten([trainable[name] for name in self.trainable_names]),
+            frozen_tree.unflatten([frozen[name] for name in self.frozen_names]),
+            key_tree.unflatten(keys),
         )
 
 
 def take_apart(
-    model: WideForCausalLM, *trained: type[nnx.Variable]
+    model: WideForCausalLM,
+    *trained: type[nnx.Variable],
+    keep: Callable[[str], bool] = lambda name: True,
 ) -> tuple[ModelParts, Params, Params]:
-    """Split a model into parameters of the `trained` types and all others.
+    """Split a model into the parameters of the `trained` types that `keep` names, and all others.
 
     Returns the structure, the trainable and the frozen parameters; the arrays are the model's own.
 
     Raises:
         ValueError: the model has no parameter of these types.
     """
-    graphdef, trainable, frozen = nnx.split(model, nnx.Any(*trained), ...)
-    names, arrays, tree = _named(trainable)
+
+    def is_trained(path, variable) -> bool:
+        return isinstance(variable, trained) and keep(".".join(map(str, path)))
+
+    graphdef, *states = nnx.split(model, is_trained, nnx.Not(DropoutKey), DropoutKey)
+    (names, arrays, tree), (frozen_names, frozen_arrays, frozen_tree), (_, _, keys) = map(
+        _named, states
+    )
     if not names:
         kinds = ", ".join(kind.__name__ for kind in trained)
         raise ValueError(
             f"the model has no {kinds} to train: build it with a WideConfig (routers) or attach "
             "LoRA first"
         )
-    frozen_names, frozen_arrays, frozen_tree = _named(frozen)
-    parts = ModelParts(graphdef, names, frozen_names, tree, frozen_tree)
+    parts = ModelParts(graphdef, names, frozen_names, (tree, frozen_tree, keys))
     return (
         parts,
         dict(zip(names, arrays, strict=True)),

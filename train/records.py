@@ -17,6 +17,7 @@ class UpdateRecord:
 
     update: int  # from 0
     lm_loss: float
+    kl: float  # to the dense teacher, nats per scored target; 0 without distillation
     budget_term: float  # before alpha
     skip: dict[str, float]  # of the masks trained with (sampled, straight-through)
     hard_skip: dict[str, float]  # of the argmax masks (no noise) from the same residual streams
@@ -49,6 +50,7 @@ def to_record(
     return UpdateRecord(
         update=int(metrics.update),
         lm_loss=float(metrics.lm_loss),
+        kl=float(metrics.kl),
         budget_term=float(metrics.budget_term),
         skip=figures(metrics.sampled),
         hard_skip=figures(metrics.hard),
@@ -66,7 +68,7 @@ def check_finite(record: UpdateRecord) -> None:
     Raises:
         LossNotFiniteError: naming the update and the numbers.
     """
-    numbers = (record.lm_loss, record.budget_term, record.gradient_norm)
+    numbers = (record.lm_loss, record.kl, record.budget_term, record.gradient_norm)
     if not all(math.isfinite(number) for number in numbers):
         raise LossNotFiniteError(
             f"update {record.update}: loss {record.lm_loss}, budget term {record.budget_term}, "

@@ -17,14 +17,17 @@ from jaxtyping import Array, Float, Int, Key
 
 from train.budget import budget_term, masks_usage
 from train.config import TrainConfig
-from train.loss import next_token_loss, scored_targets
+from train.loss import distillation_loss, next_token_loss, scored_targets
 from train.parts import ModelParts, Params
 from train.schedule import rate_of, temperature_of
 from wide_jax.accounting import Usage
 from wide_jax.batch import TokenBatch
 from wide_jax.config import ModelConfig
+from wide_jax.model import WideForCausalLM
 from wide_jax.partition import PARTITION, constrain, sharding_for
-from wide_jax.routing import GumbelSoftmax
+from wide_jax.routing import AllOn, Argmax, GumbelSoftmax
+
+DROPOUT = 2**31 - 1  # what dropout folds into a micro-batch's key
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +37,7 @@ class StepMetrics:
 
     update: Int[Array, ""]
     lm_loss: Float[Array, ""]  # nats per scored target
+    kl: Float[Array, ""]  # nats per scored target to the dense teacher; 0 without distillation
     budget_term: Float[Array, ""]  # mean over micro-batches with real tokens, before alpha
     scored: Int[Array, ""]
     sampled: Usage  # of the masks trained with (straight-through)
@@ -86,16 +90,33 @@ def make_step(
     config: TrainConfig,
     trainable: Params,
     opt_state: optax.OptState,
+    *,
+    teacher: ModelParts | None = None,
 ) -> Step:
     """The jitted update. Call it under `jax.set_mesh(mesh)` with placed arrays.
 
-    `trainable` and `opt_state` (or their abstract values) say where the results must lie.
+    `trainable` and `opt_state` (or their abstract values) say where the results must lie;
+    `teacher` is the structure without LoRA, for distillation.
+
+    Raises:
+        ValueError: distillation without a teacher.
     """
+    if config.distill != "off" and teacher is None:
+        raise ValueError(f"distill={config.distill!r} needs the structure of a teacher")
+
     optimizer = make_optimizer(config)
 
     def step(trainable, opt_state, frozen, batch, update, key):
         gradient, metrics = accumulate_gradient(
-            trainable, frozen, batch, update, key, parts=parts, model=model, config=config
+            trainable,
+            frozen,
+            batch,
+            update,
+            key,
+            parts=parts,
+            model=model,
+            config=config,
+            teacher=teacher,
         )
         rate = metrics.learning_rate
         change, opt_state = optimizer.update(gradient, opt_state, trainable)
@@ -116,6 +137,7 @@ def accumulate_gradient(
     parts: ModelParts,
     model: ModelConfig,
     config: TrainConfig,
+    teacher: ModelParts | None = None,
 ) -> tuple[Params, StepMetrics]:
     """Gradient of one update's loss, micro-batch by micro-batch, and its metrics.
 
@@ -133,6 +155,7 @@ def accumulate_gradient(
         parts: structure of the model.
         model: its architecture.
         config: the run.
+        teacher: structure of the dense base, for distillation.
     """
     tau = temperature_of(config, update)
     noise_key = jax.random.fold_in(key, update)
@@ -142,15 +165,23 @@ def accumulate_gradient(
 
     def loss(trainable, micro_batch, index):
         rows = TokenBatch(*micro_batch)
-        whole = parts.merge(trainable, frozen)
-        noise = GumbelSoftmax(jax.random.fold_in(noise_key, index), tau)
-        out = whole(rows, noise, remat=config.remat)
+        micro_key = jax.random.fold_in(noise_key, index)
+        # Layers and modules fold small numbers into the noise key; dropout has one of its own.
+        whole = parts.merge(trainable, frozen, jax.random.fold_in(micro_key, DROPOUT))
+        routing = Argmax() if config.freeze_routers else GumbelSoftmax(micro_key, tau)
+        out = whole(rows, routing, remat=config.remat)
         lm = next_token_loss(out.hidden, whole.logits, rows, chunk=config.logits_chunk)
+        kl = jnp.zeros((), jnp.float32)
+        if teacher is not None and config.distill != "off":
+            kl = _teacher_loss(teacher, {**trainable, **frozen}, out.hidden, whole, rows, config)
         sampled = masks_usage(out.masks, rows.real, model, config)
         hard = masks_usage(out.argmax, rows.real, model, config)
-        term = budget_term(sampled, model, config, element_bytes=out.hidden.dtype.itemsize)
-        value = lm.total / targets + config.alpha * term / with_tokens
-        return value, (lm, term, sampled, hard)
+        bytes_each = out.hidden.dtype.itemsize
+        term = budget_term(sampled, model, config, element_bytes=bytes_each, routed=config.routed)
+        value = config.distill_weight * kl / targets + config.alpha * term / with_tokens
+        if config.distill != "only":
+            value = value + lm.total / targets
+        return value, (lm, kl, term, sampled, hard)
 
     def gradient_of(micro_batch, index):
         return jax.grad(loss, has_aux=True)(trainable, micro_batch, index)
@@ -159,10 +190,11 @@ def accumulate_gradient(
         gradient, seen = gradient_of([rows[0] for rows in micro_batches], 0)
     else:
         gradient, seen = _scan_sum(gradient_of, micro_batches, jnp.arange(config.accumulation))
-    lm, terms, sampled, hard = seen
+    lm, kl, terms, sampled, hard = seen
     return gradient, StepMetrics(
         update=jnp.asarray(update, jnp.int32),
         lm_loss=lm.mean,
+        kl=kl / targets,
         budget_term=terms / with_tokens,
         scored=lm.count,
         sampled=sampled,
@@ -171,6 +203,22 @@ def accumulate_gradient(
         learning_rate=rate_of(config, update),
         gradient_norm=optax.tree.norm(gradient),
     )
+
+
+def _teacher_loss(
+    teacher: ModelParts,
+    params: Params,
+    hidden: Float[Array, "B T D"],
+    student: WideForCausalLM,
+    rows: TokenBatch,
+    config: TrainConfig,
+) -> Float[Array, ""]:
+    """Summed KL to the dense base: all masks on, no LoRA, no gradient."""
+    dense = teacher.merge(*[jax.lax.stop_gradient(params)] * 2)
+    dense_hidden = dense(rows, AllOn()).hidden
+    return distillation_loss(
+        hidden, student.logits, dense_hidden, dense.logits, rows, chunk=config.logits_chunk
+    ).total
 
 
 def _split_rows(batch: TokenBatch, accumulation: int) -> list[Int[Array, "A b T"]]:
