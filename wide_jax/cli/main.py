@@ -13,6 +13,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": ("wide_jax.cli.demo", "the whole job on a real model: calibrate, evaluate, generate"),
     "generate": ("wide_jax.cli.generate", "continue a prompt with a dense or a WIDE model"),
+    "check": ("wide_jax.cli.check", "is a checkpoint whole and read rightly? before any training"),
     "doctor": ("wide_jax.cli.doctor", "check the installation: versions, devices, kernels, caches"),
     "eval ppl": ("wide_jax.cli.eval_ppl", "perplexity of a text, with what the masks skipped"),
 }
