@@ -24,7 +24,7 @@ class AttentionInputs:
     sin: Float[Array, "B T half"]
     slots: Int[Array, "B T"]  # where each token's key goes in the cache; out of range: nowhere
     visible: Bool[Array, "B T S"]  # which keys each token sees
-    visible_window: Bool[Array, "B T S"] | None  # the same in layers with a sliding window
+    visible_window: Bool[Array, "B T S"]  # the same in layers with a sliding window
 
 
 class Attention(nnx.Module):

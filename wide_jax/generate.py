@@ -180,7 +180,7 @@ def decode_until(
 
     def advance(state: DecodeState) -> DecodeState:
         logits, cache, used = forward(state.token, ~state.done, state.cache)
-        total = None if used is None else state.usage + used
+        total = _sum(state.usage, used)
         advanced = dataclasses.replace(state, cache=cache, usage=total)
         return _draw(logits, advanced, keys, temperature, settings)
 
@@ -348,8 +348,12 @@ def _prefill_in_chunks(graphdef, state, ids, lengths, cache, routing, chunk):
             logits, total = piece, used
         else:
             logits = jnp.where((inside > 0)[:, None], piece, logits)
-            total = None if used is None else total + used
+            total = _sum(total, used)
     return logits, cache, total
+
+
+def _sum(total: Usage | None, part: Usage | None) -> Usage | None:
+    return part if total is None or part is None else total + part
 
 
 def _cache_of(output: ModelOutput) -> KVCache:

@@ -186,11 +186,10 @@ def attention_inputs(
     """Rotary angles, cache slots and visibility, worked out once for all layers."""
     length = batch.input_ids.shape[1] if cache is None else cache.capacity
     cos, sin = rotary_angles(batch.positions, config.rope, config.head_dim, length)
-    window = None
-    if config.sliding_window is not None:
-        window = visible_keys(batch, cache, config.sliding_window)
     slots = jnp.where(batch.real, batch.positions, length)
-    return AttentionInputs(cos, sin, slots, visible_keys(batch, cache, None), window)
+    visible = visible_keys(batch, cache, None)
+    windowed = visible_keys(batch, cache, config.sliding_window)
+    return AttentionInputs(cos, sin, slots, visible, windowed)
 
 
 def visible_keys(

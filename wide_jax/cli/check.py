@@ -118,7 +118,7 @@ def _compare_with_reference(
 
 
 def _reference_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
-    import torch
+    import torch  # pyrefly: ignore[missing-import]  # optional: only where the user has it
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,7 +13,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 @contextlib.contextmanager
-def progress(console: Console, description: str) -> Iterator[Advance]:
+def progress(console: Console, description: str) -> Generator[Advance]:
     """Yield a function `advance(done, total, note)` that shows how far the work is."""
     if not console.is_terminal:
         yield _lines(console, description)
