@@ -185,7 +185,9 @@ def attention_inputs(
 ) -> AttentionInputs:
     """Rotary angles, cache slots and visibility, worked out once for all layers."""
     length = batch.input_ids.shape[1] if cache is None else cache.capacity
-    cos, sin = rotary_angles(batch.positions, config.rope, config.head_dim, length)
+    # A cache is often roomier than the sequence: how roomy must not turn `dynamic` RoPE.
+    longest = length if cache is None else min(length, config.max_position_embeddings)
+    cos, sin = rotary_angles(batch.positions, config.rope, config.head_dim, longest)
     slots = jnp.where(batch.real, batch.positions, length)
     visible = visible_keys(batch, cache, None)
     windowed = visible_keys(batch, cache, config.sliding_window)

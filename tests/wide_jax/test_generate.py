@@ -8,7 +8,7 @@ import pytest
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
-from wide_jax.config import WideConfig
+from wide_jax.config import RopeConfig, WideConfig
 from wide_jax.generate import DecodeSettings, decode_until, first_draw, generate
 from wide_jax.routing import AllOn, Argmax
 from wide_jax.sampling import Sampler
@@ -53,6 +53,14 @@ def test_a_row_does_not_depend_on_its_batch_or_on_cache_length(wide_model):
     longer = generate(wide_model, PROMPTS[1:], max_new_tokens=40, seeds=[8], **options)
     assert both.tokens[1].tolist() == alone.tokens[0].tolist()
     assert longer.tokens[0, :5].tolist() == alone.tokens[0].tolist()
+
+
+def test_dynamic_rope_does_not_depend_on_the_length_of_the_cache():
+    rope = RopeConfig("dynamic", factor=4.0, original_max_position_embeddings=16)
+    model = tiny_model(rope=rope, max_position_embeddings=16)
+    alone = greedy_without_cache(model, [5, 9, 11], 4, AllOn())[0]
+    result = generate(model, [[5, 9, 11]], max_new_tokens=4, routing=AllOn(), stop_ids=())
+    assert result.rows() == [alone]  # the cache has 32 slots
 
 
 def test_streamed_tokens_are_the_same_tokens_in_order(wide_model):
