@@ -6,13 +6,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # JAX's CUDA plugin, Triton and jax-triton come only where there is an NVIDIA driver to use them.
 RUN_EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),[gpu,eval],[eval])
 
-.PHONY: help demo test lint types test-ends clean
+.PHONY: help demo test lint types test-ends parity clean
 
 help:
 	@echo "make demo       the whole job on a real model, on this machine (about 10 minutes on 2 cores)"
 	@echo "make test       every test (no network, no GPU)"
 	@echo "make lint       style"
 	@echo "make types      types"
+	@echo "make parity     compare with torch, transformers and peft, in an environment of its own"
 	@echo "make test-ends  the tests on the oldest and the newest dependencies of the pinned ranges"
 
 demo: $(VENV)/.run
@@ -33,6 +34,9 @@ types: $(VENV)/.dev
 test-ends: $(VENV)-oldest/.ends $(VENV)-newest/.ends
 	$(VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile -q $(ARGS)
 	$(VENV)-newest/bin/python -m pytest -n 2 --dist loadfile -q $(ARGS)
+
+parity: $(VENV)/.dev
+	tests/parity/run.sh $(BIN)/python
 
 $(VENV)/bin/python:
 	@python="$$(tools/find_python.sh)" && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
