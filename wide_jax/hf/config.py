@@ -12,7 +12,7 @@ from typing import Any
 
 from wide_jax.config import ModelConfig, RopeConfig
 from wide_jax.hf.families import FAMILIES, ConfigError, Keys
-from wide_jax.rope import ROPE_TYPES
+from wide_jax.rope import ROPE_TYPES, inverse_frequencies
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -51,6 +51,18 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (),  # the factor may follow from the contexts
+}
 _ROPE_NUMBERS = (
     "factor",
     "low_freq_factor",
@@ -93,6 +105,10 @@ def config_from_hf(
     fields["tie_word_embeddings"] = keys.flag("tie_word_embeddings")
     keys.only("hidden_act", ["silu", "swish"], "the FFN is SwiGLU: silu")
     fields["rope"] = _read_rope(keys, fields["max_position_embeddings"])
+    try:
+        inverse_frequencies(fields["rope"], fields["head_dim"])
+    except ValueError as error:
+        keys.problems.append(str(error))
     fields["bos_token_id"] = _first(_token_ids(keys, "bos_token_id"))
     fields["eos_token_ids"] = _token_ids(keys, "eos_token_id")
     fields["pad_token_id"] = _first(_token_ids(keys, "pad_token_id"))
@@ -229,6 +245,10 @@ def _read_rope(keys: Keys, max_position_embeddings: int) -> RopeConfig:
     if partials - {1.0}:
         keys.problems.append(f"partial_rotary_factor={partials} is not supported (only 1.0)")
     fields: dict[str, Any] = {"rope_type": kind, "rope_theta": max(thetas, default=10_000.0)}
+    missing = [k for k in _ROPE_NEEDS[kind] if rest.get(k) is None and keys.raw.get(k) is None]
+    if missing:
+        keys.problems.append(f"{name} lacks {', '.join(missing)} for rope_type={kind!r}")
+        return RopeConfig()
     if kind == "default":
         rest = {k: v for k, v in rest.items() if v not in (1, None)}  # a factor of 1 scales nothing
     else:
@@ -236,7 +256,7 @@ def _read_rope(keys: Keys, max_position_embeddings: int) -> RopeConfig:
         fields["truncate"] = bool(rest.pop("truncate", True))
         original = _original_context(keys, rest, kind, max_position_embeddings)
         fields["original_max_position_embeddings"] = original
-        if kind == "yarn" and "factor" not in fields:
+        if kind == "yarn" and original and "factor" not in fields:
             fields["factor"] = max_position_embeddings / original
     unknown = {key: value for key, value in rest.items() if value is not None}
     if unknown:
@@ -262,7 +282,7 @@ def _original_context(keys: Keys, rest: dict[str, Any], kind: str, maximum: int)
 def _write_rope(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.rope_type == "default":
         return None
-    written = {"rope_type": rope.rope_type}
+    written: dict[str, Any] = {"rope_type": rope.rope_type}
     for key in (*_ROPE_NUMBERS, "original_max_position_embeddings"):
         if getattr(rope, key) is not None:
             written[key] = getattr(rope, key)

@@ -222,7 +222,7 @@ def read_tokenizer(file: Path, fields: dict[str, Any]) -> tuple[str, dict[str, A
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    kind, pre = fields.get("tokenizer.ggml.model"), str(fields.get("tokenizer.ggml.pre"))
     problems = []
     if kind != "gpt2":
         problems.append(f"tokenizer.ggml.model={kind!r}, supported: 'gpt2' (byte-level BPE)")
@@ -239,10 +239,9 @@ def read_tokenizer(file: Path, fields: dict[str, Any]) -> tuple[str, dict[str, A
         raise GGUFError(f"{file}: tokenizer.ggml.tokens has a token twice")
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if PRE_TOKENIZERS[pre]:
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if PRE_TOKENIZERS[pre] else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     pairs = list(zip(tokens, types, strict=True))
     tokenizer.add_special_tokens(

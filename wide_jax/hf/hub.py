@@ -55,4 +55,4 @@ def push_to_hub(
             path_or_fileobj=json.dumps(entries, indent=2).encode(),
             commit_message=message,
         )
-    return str(done.commit_url)
+    return done.commit_url

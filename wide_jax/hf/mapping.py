@@ -136,7 +136,7 @@ def module_path(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdigit() else part for part in name.split("."))
 
 
-def tensor_name(path: Iterable[str | int]) -> str:
+def tensor_name(path: Iterable[object]) -> str:
     """The inverse of `module_path`.
 
     Raises:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _OTHER_FILES = ("adapter_config.json", "wide_config.json", INDEX)
 
 
 @contextlib.contextmanager
-def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Generator[Path]:
     """A new folder to write into, which becomes `target` when the block ends without an error.
 
     It is written beside the target under a hidden name and renamed, so that nobody ever sees half

@@ -249,7 +249,7 @@ def load_wide_routers(
     if wrong:
         raise CheckpointError(path, wrong)
     return {
-        name: place(stored[name], None, sharding_for and sharding_for(name, shape))
+        name: place(stored[name], None, sharding_for(name, shape) if sharding_for else None)
         for name, shape in expected.items()
     }
 

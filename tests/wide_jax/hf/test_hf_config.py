@@ -108,6 +108,28 @@ def test_case_A1_unknown_rope_type_raises_with_its_name(key):
         config_from_hf(LLAMA | {"rope_scaling": {key: "longrope", "short_factor": [1.0]}})
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"type": "linear"}, "lacks factor for rope_type='linear'"),
+        ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq_factor"),
+        ({"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 1.0}, "must exceed"),
+        ({"type": "dynamic", "factor": 0}, "needs a positive factor"),
+        ({"type": "linear", "rope_type": "yarn", "factor": 2.0}, "disagree"),
+        ({"full_attention": {"rope_type": "default"}}, "one flat object"),
+    ],
+)
+def test_incomplete_rope_is_refused_not_left_unscaled(scaling, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(LLAMA | {"rope_scaling": scaling})
+
+
+def test_yarn_factor_may_follow_from_the_contexts():
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+    config = config_from_hf(LLAMA | {"rope_scaling": scaling, "max_position_embeddings": 4096})
+    assert config.rope.factor == 4.0
+
+
 def test_theta_of_5x_is_not_replaced_by_the_default():
     new = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert config_from_hf(new).rope == RopeConfig(rope_theta=1e6)
