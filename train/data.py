@@ -1,6 +1,7 @@
 """Batches as a pure function of the update's number, so that resuming needs only that number."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
+from train.corpus import TokenCache
 from wide_jax.batch import TokenBatch
 from wide_jax.partition import PARTITION
 
@@ -86,6 +88,103 @@ class PackedWindows:
         length = self.sequence_length
         ids = np.stack([self.tokens[w * length : (w + 1) * length] for w in windows])
         return HostBatch.of(ids, np.ones(ids.shape, np.int32))
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Rows of one length by number: what an epoch runs through."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and segments of a row, `[T]` each."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Documents end to end, cut into rows; with `separate`, tokens do not see other documents."""
+
+    cache: TokenCache
+    sequence_length: int
+    separate: bool = False
+
+    def __post_init__(self) -> None:
+        if not len(self):
+            raise ValueError(
+                f"{len(self.cache.tokens)} tokens make no row of sequence_length="
+                f"{self.sequence_length}: give more text, a shorter length or packing='padded'"
+            )
+
+    def __len__(self) -> int:
+        return len(self.cache.tokens) // self.sequence_length
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        start = int(row) * self.sequence_length
+        ids = np.asarray(self.cache.tokens[start : start + self.sequence_length], np.int32)
+        if not self.separate:
+            return ids, np.ones_like(ids)
+        places = np.arange(start, start + self.sequence_length)
+        document = np.searchsorted(self.cache.ends, places, side="right")
+        return ids, (document - document[0] + 1).astype(np.int32)
+
+
+class PaddedRows:
+    """A document a row, padded on the right; a longer one continues in rows of its own."""
+
+    def __init__(self, cache: TokenCache, sequence_length: int):
+        self.cache, self.sequence_length = cache, sequence_length
+        lengths = np.diff(cache.ends, prepend=0)
+        self._row_ends = np.cumsum(-(-lengths // sequence_length))  # rows up to each document
+
+    def __len__(self) -> int:
+        return int(self._row_ends[-1])
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        document = int(np.searchsorted(self._row_ends, row, side="right"))
+        first_row = int(self._row_ends[document - 1]) if document else 0
+        document_start = int(self.cache.ends[document - 1]) if document else 0
+        start = document_start + (int(row) - first_row) * self.sequence_length
+        stop = min(start + self.sequence_length, int(self.cache.ends[document]))
+        ids, segments = np.zeros((2, self.sequence_length), np.int32)
+        ids[: stop - start] = self.cache.tokens[start:stop]
+        segments[: stop - start] = 1
+        return ids, segments
+
+
+class ShuffledBatches:
+    """Rows in a new random order every epoch, read ahead by threads (grain).
+
+    `batch(update)` depends on the update's number alone. Called with consecutive numbers, as a run
+    does, it reads ahead; any other number moves the iterator there.
+    """
+
+    def __init__(self, rows: Rows, per_update: int, seed: int):
+        import grain
+
+        source = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+        self._dataset = source.batch(per_update, batch_fn=stack_rows)
+        self._iterator = iter(
+            self._dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+        )
+        self._next = 0
+
+    def batch(self, update: int) -> HostBatch:
+        """The rows of one update."""
+        if update != self._next:
+            self._iterator.set_state({"next_index": update})
+        self._next = update + 1
+        return next(self._iterator)
+
+    def state(self) -> dict[str, int]:
+        """The iterator's own state, as grain gives it."""
+        return self._iterator.get_state()
+
+
+def stack_rows(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> HostBatch:
+    """Ids and segments of several rows as one batch."""
+    ids, segments = zip(*rows, strict=True)
+    return HostBatch.of(np.stack(ids), np.stack(segments))
 
 
 def on_mesh(batch: HostBatch, mesh: Mesh) -> TokenBatch:

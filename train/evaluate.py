@@ -1,0 +1,64 @@
+"""Held-out perplexity with the masks that inference will use, while a run goes on."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+
+from train.budget import masks_usage
+from train.config import TrainConfig
+from train.data import Rows, on_mesh, stack_rows
+from train.loss import LossSums, next_token_loss
+from train.parts import ModelParts, Params
+from wide_jax.accounting import Usage, account
+from wide_jax.batch import TokenBatch
+from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.routing import Argmax
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Perplexity per token over windows without overlap, and what the argmax masks skipped."""
+
+    token_perplexity: float
+    tokens: int  # scored
+    skip: dict[str, float]
+
+
+def make_evaluation(
+    parts: ModelParts,
+    model: ModelConfig,
+    wide: WideConfig,
+    config: TrainConfig,
+    rows: Rows,
+    count: int,
+    mesh: Mesh,
+) -> Callable[[Params, Params], HeldOut]:
+    """A function of (trainable, frozen) that scores the first `count` rows, dropout off."""
+
+    @jax.jit
+    def score(trainable, frozen, batch: TokenBatch) -> tuple[LossSums, Usage]:
+        whole = parts.merge(trainable, frozen)
+        out = whole(batch, Argmax())
+        sums = next_token_loss(out.hidden, whole.logits, batch, chunk=config.logits_chunk)
+        return sums, masks_usage(out.masks, batch.real, model, config)
+
+    size = config.micro_batch
+    used = min(count, len(rows)) // size * size or size
+    if used > len(rows):
+        raise ValueError(f"{len(rows)} held-out rows are fewer than one micro-batch of {size}")
+
+    def evaluate(trainable: Params, frozen: Params) -> HeldOut:
+        total, tokens, usage = 0.0, 0, None
+        for start in range(0, used, size):
+            batch = on_mesh(stack_rows([rows[row] for row in range(start, start + size)]), mesh)
+            sums, more = score(trainable, frozen, batch)
+            total, tokens = total + float(sums.total), tokens + int(sums.count)
+            usage = more.to_host() if usage is None else usage + more.to_host()
+        element = next(iter(frozen.values())).dtype.itemsize
+        figures = account(usage, model, wide, weight_bytes=element, kv_bytes=element)
+        return HeldOut(math.exp(min(total / max(tokens, 1), 700)), tokens, figures.summary())
+
+    return evaluate

@@ -1,0 +1,487 @@
+"""`calibrate_main` and `recover_main`: a whole run in its folder, started, killed and resumed.
+
+A run folder holds `config.yaml` (resolved), `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, at
+the end, `model/`: a WIDE model folder that names its base (with a PEFT adapter after stage 2).
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from train import metrics
+from train.checkpoint import CheckpointMismatchError, Checkpoints
+from train.corpus import Recipe, TokenCache, token_cache
+from train.data import PackedRows, PaddedRows, Rows, ShuffledBatches
+from train.evaluate import HeldOut, make_evaluation
+from train.flops import peak_flops, step_flops_per_token
+from train.loop import TrainState, run_updates
+from train.parts import ModelParts, Params, place, take_apart
+from train.records import LossNotFiniteError, UpdateRecord, check_finite, to_record
+from train.run_config import CalibrateConfig, RecoverConfig, differences, dump, load, to_dict
+from train.step import StepMetrics, init_optimizer, make_step
+from train.variants import is_trained, prepare_routers, wide_config
+from wide_jax import lora, partition
+from wide_jax.config import WideConfig
+from wide_jax.hf.cache import cache_dir
+from wide_jax.hf.config import read_config
+from wide_jax.hf.mapping import is_router
+from wide_jax.hf.peft import LoRA
+from wide_jax.hf.pretrained import from_pretrained, tensors_of
+from wide_jax.hf.resolve import resolve_model
+from wide_jax.hf.tokenizer import load_tokenizer
+from wide_jax.hf.wide_folder import base_folder, load_wide_info, save_wide_model
+from wide_jax.model import WideForCausalLM
+from wide_jax.params import LoRAParam, RouterParam
+
+CONFIG = "config.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunEvents:
+    """What to call while a run goes on; every one may be left out."""
+
+    message: Callable[[str], None] = lambda text: None
+    record: Callable[[UpdateRecord, CalibrateConfig], None] = lambda record, config: None
+    held_out: Callable[[int, HeldOut], None] = lambda update, result: None
+    tokenised: Callable[[int, int], None] = lambda documents, tokens: None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """Where a finished run left its model, and its last numbers."""
+
+    model_folder: Path
+    last: UpdateRecord | None  # None: the run had been finished already
+    held_out: HeldOut | None
+
+
+def calibrate_main(config: CalibrateConfig, events: RunEvents | None = None) -> RunResult:
+    """Stage 1: routers on a frozen model, into `config.out`. Called again, it resumes.
+
+    Raises:
+        ValueError: settings that do not fit each other, the model or the mesh.
+        CheckpointMismatchError: the run folder belongs to another run.
+        LossNotFiniteError: the loss broke; says where and what to restart from.
+    """
+    return _main(config, events or RunEvents(), _load_for_calibration)
+
+
+def recover_main(config: RecoverConfig, events: RunEvents | None = None) -> RunResult:
+    """Stage 2: LoRA and routers of a finished stage 1 (`config.run`), into `config.out`.
+
+    Raises:
+        As `calibrate_main`.
+    """
+    return _main(config, events or RunEvents(), _load_for_recovery)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    """A model ready to be trained."""
+
+    model: WideForCausalLM
+    folder: Path  # the base's: tokenizer and dense weights
+    trained: tuple[type[nnx.Variable], ...]
+    keep: Callable[[str], bool]
+    config: CalibrateConfig  # with what the model's own folder decides filled in
+    lora: lora.LoRASettings | None = None
+
+
+def _load_for_calibration(config: CalibrateConfig, mesh: Mesh) -> _Loaded:
+    folder = resolve_model(config.model)
+    architecture = read_config(base_folder(folder))
+    wide = wide_config(
+        architecture,
+        config.method,
+        attn_group_size=config.attn_group_size,
+        ffn_group_size=config.ffn_group_size,
+        router_rank=config.router_rank,
+    )
+    partition.check_mesh(mesh, architecture, wide)
+    model = _read(folder, config, mesh, wide)
+    prepare_routers(model, config.method, config.routed)
+    keep = functools.partial(is_trained, method=config.method, routed=config.routed)
+    return _Loaded(model, base_folder(folder), (RouterParam,), keep, config)
+
+
+def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
+    if config.run is None:
+        raise ValueError("name the run folder of stage 1 (--run)")
+    if not (config.run / "wide_config.json").exists() and not (config.run / "model").is_dir():
+        raise FileNotFoundError(
+            f"{config.run} holds no finished stage 1 (no model/ in it): finish it by running "
+            "its `wide calibrate` command again"
+        )
+    folder = config.run / "model" if (config.run / "model").is_dir() else config.run
+    info = load_wide_info(folder)
+    if info.lora is not None:
+        raise ValueError(f"{folder} has had its stage 2 ({info.lora} LoRA): start from stage 1")
+    # Stage 1 decides what routers there are and which of them train.
+    method = info.training.get("method", config.method)
+    target = info.training.get("target", config.target)
+    config = dataclasses.replace(config, method=method, target=target)
+    architecture = read_config(base_folder(folder))
+    partition.check_mesh(mesh, architecture, info.wide)
+    model = _read(folder, config, mesh, None)
+    settings = lora.LoRASettings(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        rank_stabilised=config.lora_rank_stabilised,
+    )
+    lora.attach(model, settings, rngs=nnx.Rngs(config.seed))
+    trained = (LoRAParam,) if config.freeze_routers else (LoRAParam, RouterParam)
+    keep = functools.partial(is_trained, method=config.method, routed=config.routed)
+    return _Loaded(model, base_folder(folder), trained, keep, config, settings)
+
+
+def _read(
+    folder: Path, config: CalibrateConfig, mesh: Mesh, wide: WideConfig | None
+) -> WideForCausalLM:
+    """Weights straight from the file to their places on the mesh."""
+    return from_pretrained(
+        folder,
+        dtype=config.dtype,
+        wide=wide,
+        seed=config.seed,
+        sharding_for=functools.partial(partition.sharding_for, mesh=mesh),
+    )
+
+
+def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loaded]) -> RunResult:
+    if config.out is None:
+        raise ValueError("name the run folder (--out)")
+    if not config.data:
+        raise ValueError("name the data: files or a hub id (--data)")
+    if config.distributed:
+        jax.distributed.initialize()
+    out = Path(config.out).absolute()
+    _claim(out, config)
+    if (out / "model" / "wide_config.json").exists():
+        events.message(f"{out} is finished: its model is in {out / 'model'}")
+        return RunResult(out / "model", None, None)
+    mesh = partition.make_mesh(config.data_parallel, config.fsdp, config.tensor_parallel)
+    loaded = load_model(config, mesh)
+    config = loaded.config
+    tokenizer = load_tokenizer(loaded.folder)
+    rows = _rows(config.data, config, tokenizer, events)
+    held_out_rows = None
+    if config.evaluation_data:
+        held_out_rows = _rows(config.evaluation_data, config, tokenizer, events)
+
+    with jax.set_mesh(mesh):
+        return _train(loaded, rows, held_out_rows, out, mesh, events)
+
+
+def _train(
+    loaded: _Loaded,
+    rows: Rows,
+    held_out_rows: Rows | None,
+    out: Path,
+    mesh: Mesh,
+    events: RunEvents,
+) -> RunResult:
+    config, model = loaded.config, loaded.model
+    wide = model.wide
+    assert wide is not None  # both loaders see to it
+    evaluated, _, _ = take_apart(model, *loaded.trained, keep=loaded.keep)
+    if loaded.lora is not None:
+        lora.with_dropout(model, jax.random.key(0))
+    parts, trainable, frozen = take_apart(model, *loaded.trained, keep=loaded.keep)
+    if loaded.lora is not None:
+        lora.with_dropout(model, None)
+    teacher = _teacher(model) if config.distill != "off" else None
+    frozen = place(frozen, mesh)
+    trainable = jax.tree.map(lambda x: x.copy(), place(trainable, mesh))
+    state = TrainState(trainable, init_optimizer(config, trainable, mesh), 0)
+
+    checkpoints = Checkpoints(
+        out / "checkpoints", _settings(config, rows), keep=config.keep_checkpoints
+    )
+    if checkpoints.latest is not None:
+        state = checkpoints.restore(state)
+        events.message(f"resuming at update {state.update} of {config.updates}")
+    step = make_step(parts, model.config, config, state.trainable, state.opt_state, teacher=teacher)
+    evaluate = None
+    if held_out_rows is not None:
+        evaluate = make_evaluation(
+            evaluated, model.config, wide, config, held_out_rows, config.evaluation_rows, mesh
+        )
+    log = metrics.MetricsLog(out, resume_at=state.update) if jax.process_index() == 0 else None
+    clock = _Clock(config, model, frozen, state.update, loaded.lora)
+    events.message(plan(config, model, trainable, frozen, mesh))
+    last: UpdateRecord | None = None
+    result: HeldOut | None = None
+
+    def report(step_metrics: StepMetrics) -> None:
+        nonlocal last
+        last = to_record(
+            step_metrics,
+            model.config,
+            wide,
+            element_bytes=clock.element_bytes,
+            seconds=clock.seconds(),
+        )
+        _check(last, config, checkpoints.latest)
+        events.record(last, config)
+        done = last.update + 1
+        if log is not None and (done % config.log_every == 0 or done == config.updates):
+            log.write("train", last.update, metrics.record_values(last) | clock.speed(last.update))
+
+    def after_update(state: TrainState) -> None:
+        nonlocal result
+        finished = state.update == config.updates
+        if evaluate is not None and (state.update % config.evaluate_every == 0 or finished):
+            result = evaluate(state.trainable, frozen)
+            events.held_out(state.update, result)
+            if log is not None:
+                log.write("held_out", state.update - 1, dataclasses.asdict(result))
+        if state.update % config.save_every == 0 or finished:
+            # Never store a state that is already broken: a sum over it costs next to nothing.
+            if not all(bool(np.isfinite(float(x.sum()))) for x in state.trainable.values()):
+                raise LossNotFiniteError(_broken(state.update - 1, config, checkpoints.latest))
+            checkpoints.save(state)
+
+    batches = ShuffledBatches(rows, config.sequences_per_update, config.seed)
+    try:
+        state = run_updates(
+            step,
+            state,
+            frozen,
+            batches,
+            mesh,
+            config,
+            report=report,
+            after_update=after_update,
+        )
+    finally:
+        checkpoints.close()
+        if log is not None:
+            log.close()
+    _save(loaded, state, out, last)
+    return RunResult(out / "model", last, result)
+
+
+def _teacher(model: WideForCausalLM) -> ModelParts:
+    """The structure of the model without LoRA, for the distillation's dense forward pass."""
+    graphdef, state = nnx.split(model)
+    dense = nnx.merge(graphdef, state)
+    lora.detach(dense)
+    return take_apart(dense, RouterParam)[0]
+
+
+def _claim(out: Path, config: CalibrateConfig) -> None:
+    """Make the run folder and write its config, or check that it is this run's.
+
+    Raises:
+        CheckpointMismatchError: it is another run's.
+        FileExistsError: it holds something else.
+    """
+    if (out / CONFIG).exists():
+        stored = to_dict(load(type(config), out / CONFIG))
+        problems = differences(stored, to_dict(config))
+        if problems:
+            raise CheckpointMismatchError(
+                f"{out} holds another run: "
+                + "; ".join(problems)
+                + ". Choose another --out, or the settings of its config.yaml"
+            )
+        return
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty and holds no {CONFIG}: choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        dump(config, out / CONFIG)
+
+
+def _rows(
+    data: tuple[str, ...], config: CalibrateConfig, tokenizer: Any, events: RunEvents
+) -> Rows:
+    recipe = Recipe(data, config.split, config.text_field, tokenizer.eos_token_id)
+    root = config.cache_dir or cache_dir() / "tokens"
+    cache = token_cache(recipe, tokenizer, root, progress=events.tokenised)
+    return rows_of(cache, config)
+
+
+def rows_of(cache: TokenCache, config: CalibrateConfig) -> Rows:
+    """A cache's rows as the config packs them."""
+    if config.packing == "padded":
+        return PaddedRows(cache, config.sequence_length)
+    separate = config.packing == "documents"
+    return PackedRows(cache, config.sequence_length, separate)
+
+
+def _settings(config: CalibrateConfig, rows: Any) -> dict[str, Any]:
+    """What decides a run's numbers: its config, and the content of its data."""
+    return to_dict(config) | {"data_key": rows.cache.key, "rows": len(rows)}
+
+
+def _check(record: UpdateRecord, config: CalibrateConfig, latest: int | None) -> None:
+    try:
+        check_finite(record)
+    except LossNotFiniteError as error:
+        where = _broken(record.update, config, latest)
+        raise LossNotFiniteError(f"{error}. {where}") from None
+    if record.lm_loss > config.loss_limit:
+        raise LossNotFiniteError(
+            f"update {record.update}: cross entropy {record.lm_loss:.3g} is above "
+            f"loss_limit={config.loss_limit}. {_broken(record.update, config, latest)}"
+        )
+
+
+def _broken(update: int, config: CalibrateConfig, latest: int | None) -> str:
+    first = update * config.sequences_per_update
+    last = first + config.sequences_per_update - 1
+    kept = "there is no checkpoint" if latest is None else f"the last good checkpoint is {latest}"
+    return f"The run stopped at update {update} (rows {first} to {last} of its order); {kept}"
+
+
+class _Clock:
+    """Speed of this process: tokens per second and MFU, the first update (compiling) left out."""
+
+    def __init__(
+        self,
+        config: CalibrateConfig,
+        model: WideForCausalLM,
+        frozen: Params,
+        first: int,
+        settings: lora.LoRASettings | None,
+    ):
+        self._config, self._first = config, first
+        self._started = time.perf_counter()
+        self._second: float | None = None
+        weight = next(iter(frozen.values()))
+        self.element_bytes = weight.dtype.itemsize
+        assert model.wide is not None
+        self._flops = step_flops_per_token(
+            model.config,
+            model.wide,
+            config.sequence_length,
+            lora_rank=0 if settings is None else settings.rank,
+        )
+        device = jax.devices()[0]
+        peak = peak_flops(device.device_kind, str(weight.dtype))
+        count = config.data_parallel * config.fsdp * config.tensor_parallel
+        self._peak = None if peak is None else peak * count
+
+    def seconds(self) -> float:
+        """Since training started; marks the end of the first update."""
+        now = time.perf_counter()
+        if self._second is None:
+            self._second = now
+        return now - self._started
+
+    def speed(self, update: int) -> dict[str, float | None]:
+        """Mean speed after the first update, padding included in the tokens."""
+        assert self._second is not None
+        elapsed, updates = time.perf_counter() - self._second, update - self._first
+        if updates < 1 or elapsed <= 0:
+            return {"tokens_per_second": None, "mfu": None}
+        speed = updates * self._config.tokens_per_update / elapsed
+        mfu = None if self._peak is None else speed * self._flops / self._peak
+        return {"tokens_per_second": speed, "mfu": mfu}
+
+
+def plan(
+    config: CalibrateConfig, model: WideForCausalLM, trainable: Params, frozen: Params, mesh: Mesh
+) -> str:
+    """One paragraph before the run: what is trained and the memory a device needs, in GiB."""
+    local = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = config.micro_batch // local
+    weights = sum(_local_bytes(x) for x in frozen.values())
+    trained = 4 * sum(_local_bytes(x) for x in trainable.values())  # value, gradient, two moments
+    architecture, size = model.config, next(iter(frozen.values())).dtype.itemsize
+    tokens = rows * config.sequence_length
+    kept = architecture.num_hidden_layers if config.remat else 0
+    layer = 8 * architecture.hidden_size + 4 * architecture.intermediate_size
+    whole_layers = 1 if config.remat else architecture.num_hidden_layers
+    activations = tokens * size * (kept * architecture.hidden_size + whole_layers * layer)
+    chunk = rows * min(config.logits_chunk, config.sequence_length)
+    logits = 3 * chunk * architecture.vocab_size * 4 // mesh.shape["tensor"]
+    parts = {
+        "weights": weights,
+        "trained, with gradient and moments": trained,
+        "activations (estimate)": activations,
+        "logits of a chunk": logits,
+    }
+    listed = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in parts.items())
+    count = sum(x.size for x in trainable.values())
+    return (
+        f"training {count:,} parameters on {mesh.size} of {jax.device_count()} device(s); "
+        f"GiB a device: {listed}; about {sum(parts.values()) / 2**30:.2f} in all"
+    )
+
+
+def _local_bytes(array: jax.Array) -> int:
+    shape = array.sharding.shard_shape(array.shape)
+    return int(np.prod(shape)) * array.dtype.itemsize
+
+
+def _save(loaded: _Loaded, state: TrainState, out: Path, last: UpdateRecord | None) -> None:
+    """Write `out/model`: routers, adapter and the base's path."""
+    config, model = loaded.config, loaded.model
+    trained = {name: _host(array) for name, array in state.trainable.items()}
+    if jax.process_index() != 0:
+        return
+    routers = {
+        name: _host(array) for name, array in tensors_of(_without_lora(model), is_router).items()
+    }
+    routers |= {name: array for name, array in trained.items() if is_router(name)}
+    adapter = None
+    if loaded.lora is not None:
+        adapter = LoRA(
+            rank=loaded.lora.rank,
+            alpha=loaded.lora.alpha,
+            factors={
+                name: (trained[f"{name}.lora.lora_A"], trained[f"{name}.lora.lora_B"])
+                for name in lora.factors_of(model)
+            },
+            dropout=loaded.lora.dropout,
+            rank_stabilised=loaded.lora.rank_stabilised,
+        )
+    assert model.wide is not None
+    save_wide_model(
+        out / "model",
+        base=loaded.folder,
+        config=model.config,
+        wide=model.wide,
+        routers=routers,
+        adapter=adapter,
+        budget=config.budget,
+        targets={module: config.sparsity for module in config.routed},
+        training={
+            "stage": 1 if loaded.lora is None else 2,
+            "method": config.method,
+            "target": config.target,
+            "updates": config.updates,
+            "tokens_per_update": config.tokens_per_update,
+            "seed": config.seed,
+            "data": list(config.data),
+            "last_lm_loss": None if last is None else last.lm_loss,
+        },
+        include_base=False,
+    )
+
+
+def _without_lora(model: WideForCausalLM) -> WideForCausalLM:
+    graphdef, state = nnx.split(model)
+    plain = nnx.merge(graphdef, state)
+    lora.detach(plain)
+    return plain
+
+
+def _host(array: jax.Array) -> np.ndarray:
+    """The whole array on this host, whichever processes hold its parts."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

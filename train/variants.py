@@ -1,0 +1,67 @@
+"""Baselines and single-module routing as settings of the same model: which router weights exist.
+
+All keep the format of routers on disk, so a variant is saved, loaded and evaluated like any other.
+"""
+
+import jax.numpy as jnp
+
+from train.run_config import Method
+from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.model import WideForCausalLM
+from wide_jax.router import Router
+from wide_jax.routing import MODULES, Module
+
+ALWAYS = 1e4  # an execute logit that no noise (at most 88 in float32) can turn
+
+
+def wide_config(
+    config: ModelConfig,
+    method: Method,
+    *,
+    attn_group_size: int | None,
+    ffn_group_size: int,
+    router_rank: int,
+) -> WideConfig:
+    """Group sizes of a method: `depth` has one group a module, whatever the sizes say."""
+    if method == "depth":
+        return WideConfig.depth_routing(config, router_rank=router_rank)
+    return WideConfig.for_model(
+        config,
+        attn_group_size=attn_group_size,
+        ffn_group_size=ffn_group_size,
+        router_rank=router_rank,
+    )
+
+
+def prepare_routers(model: WideForCausalLM, method: Method, routed: tuple[Module, ...]) -> None:
+    """Set the router weights that training will leave alone, in place.
+
+    A module that is not routed always executes; a `static` router's weights are zero, so that only
+    its biases, the same for every token, decide.
+    """
+    for layer in model.model.layers:
+        for module in MODULES:
+            router = getattr(layer, f"router_{module}")
+            if module not in routed:
+                _zero(router)
+                bias = router.router.bias
+                bias[...] = bias[...].at[::2].set(ALWAYS)  # class 0 of every group: execute
+            elif method == "static":
+                _zero(router)
+
+
+def is_trained(name: str, method: Method, routed: tuple[Module, ...]) -> bool:
+    """Whether a router parameter of this Hugging Face name is trained. True for other parameters.
+
+    Static width trains the output biases alone.
+    """
+    for module in MODULES:
+        if f".router_{module}." in name:
+            return module in routed and (method != "static" or name.endswith(".router.bias"))
+    return True
+
+
+def _zero(router: Router) -> None:
+    for part in (router.compressor, router.router):
+        part.weight[...] = jnp.zeros_like(part.weight[...])
+        part.bias[...] = jnp.zeros_like(part.bias[...])
