@@ -69,6 +69,8 @@ def from_pretrained(
     routers: dict[str, jax.Array] = {}
     if wide is not None:
         routers = new_routers(config, wide, seed=seed)
+        if sharding_for is not None:
+            routers = {n: jax.device_put(a, sharding_for(n, a.shape)) for n, a in routers.items()}
     elif not dense and is_wide_folder(folder):
         wide = load_wide_info(folder, config).wide
         routers = load_wide_routers(folder, config, wide, sharding_for=sharding_for)
