@@ -152,6 +152,9 @@ class PaddedRows:
         return ids, segments
 
 
+MOST_EPOCHS = 1_000_000
+
+
 class ShuffledBatches:
     """Rows in a new random order every epoch, read ahead by threads (grain).
 
@@ -162,7 +165,8 @@ class ShuffledBatches:
     def __init__(self, rows: Rows, per_update: int, seed: int):
         import grain
 
-        source = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+        # Endless repetition overflows grain's length for batches of one row.
+        source = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(MOST_EPOCHS)
         self._dataset = source.batch(per_update, batch_fn=stack_rows)
         self._iterator = iter(
             self._dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
