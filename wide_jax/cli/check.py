@@ -57,12 +57,7 @@ def main(args: Args) -> None:
     """Run the checks in order of cost; raises CheckFailed at the first that fails."""
     console = Console()
     start(args.platform, console)
-    with progress(console, "reading every tensor") as advance:
-        folder = resolve_model(args.model, progress=advance_bytes(advance))
-        problems = check_folder(folder, progress=advance_bytes(advance))
-    if problems:
-        raise CheckFailed("implausible weights:" + "".join(f"\n  {line}" for line in problems))
-    console.print("every tensor is there, finite and of plausible size")
+    folder = require_plausible(console, args.model)
     if not args.perplexity:
         return
     tokenizer = load_tokenizer(folder)
@@ -73,6 +68,17 @@ def main(args: Args) -> None:
     else:
         _compare_with_reference(console, model, base_folder(folder), text)
     _judge_perplexity(console, model, text, args.windows)
+
+
+def require_plausible(console: Console, model: str | None) -> Path:
+    """The cheap part: read every tensor once; raises CheckFailed naming those that look wrong."""
+    with progress(console, "reading every tensor") as advance:
+        folder = resolve_model(model, progress=advance_bytes(advance))
+        problems = check_folder(folder, progress=advance_bytes(advance))
+    if problems:
+        raise CheckFailed("implausible weights:" + "".join(f"\n  {line}" for line in problems))
+    console.print("every tensor is there, finite and of plausible size")
+    return folder
 
 
 def _has_torch() -> bool:

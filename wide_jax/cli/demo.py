@@ -68,10 +68,11 @@ class Args:
     """Part of each module to skip."""
     ffn_group_size: int = 64
     """FFN channels that are run or skipped together."""
-    updates: int = 200
+    updates: int = 320
     """Training updates of each method."""
-    tokens_per_update: int = 256
-    """Tokens of text in an update."""
+    tokens_per_update: int = 128
+    """Tokens of text in an update. In a run this short, more and smaller updates teach the routers
+    more than fewer and larger ones."""
     eval_windows: int = 12
     """Held-out windows of 512 tokens to evaluate on."""
     seed: int = 0

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "demo": ("wide_jax.cli.demo", "the whole job on a real model: calibrate, evaluate, generate"),
+    "calibrate": ("wide_jax.cli.calibrate", "train routers on a frozen model (stage 1)"),
+    "recover": ("wide_jax.cli.recover", "train LoRA beside the routers (stage 2)"),
+    "export": ("wide_jax.cli.export", "a run as a folder that plain transformers loads"),
     "generate": ("wide_jax.cli.generate", "continue a prompt with a dense or a WIDE model"),
     "check": ("wide_jax.cli.check", "is a checkpoint whole and read rightly? before any training"),
     "doctor": ("wide_jax.cli.doctor", "check the installation: versions, devices, kernels, caches"),
@@ -33,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     import tyro
 
     module = importlib.import_module(COMMANDS[name][0])
-    args = tyro.cli(module.Args, args=rest, prog=f"wide {name}")
+    prog = f"wide {name}"
+    if hasattr(module, "parse"):  # a command with arguments beyond its fields
+        args = module.parse(rest, prog)
+    else:
+        args = tyro.cli(module.Args, args=rest, prog=prog)
     try:
         module.main(args)
     except USER_ERRORS as error:
