@@ -132,7 +132,8 @@ def module_path(name: str) -> tuple[str | int, ...]:
         KeyError: the name is in neither table.
     """
     if not any(pattern.fullmatch(name) for pattern in _PATTERNS):
-        raise KeyError(f"{name!r} is not a tensor of a Llama-like model or of its routers")
+        hint = ": merge or detach the LoRA first" if ".lora." in name else ""
+        raise KeyError(f"{name!r} is not a tensor of the base model or of its routers{hint}")
     return tuple(int(part) if part.isdigit() else part for part in name.split("."))
 
 

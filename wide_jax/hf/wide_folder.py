@@ -136,7 +136,7 @@ def save_wide_model(
         budget=budget,
         targets=dict(targets or {}),
         training=dict(training or {}),
-        lora="merged" if weights is not None else "adapter" if adapter is not None else None,
+        lora=_lora_of(base, weights, adapter),
     )
     with atomic_folder(target, overwrite=overwrite) as folder:
         if include_base:
@@ -267,6 +267,16 @@ def verify_base(folder: str | Path, config: ModelConfig, info: WideInfo) -> None
             f"{Path(folder) / WIDE_CONFIG}: the routers belong to base weights "
             f"{info.base_fingerprint}, but {base} has {found}"
         )
+
+
+def _lora_of(base: Path, weights: Any, adapter: LoRA | None) -> str | None:
+    """`WideInfo.lora` of a new folder; weights that are copied stay merged if they were."""
+    if weights is not None:
+        return "merged"
+    if adapter is not None:
+        return "adapter"
+    merged = is_wide_folder(base) and read_json(base / WIDE_CONFIG).get("lora") == "merged"
+    return "merged" if merged else None
 
 
 def _to_json(info: WideInfo, config: ModelConfig) -> dict[str, Any]:

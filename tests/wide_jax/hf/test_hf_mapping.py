@@ -108,6 +108,11 @@ def test_names_and_paths_are_inverse():
     assert not is_router("model.layers.3.mlp.up_proj.weight")
 
 
+def test_an_attached_lora_is_named_with_what_to_do():
+    with pytest.raises(KeyError, match="merge or detach the LoRA"):
+        tensor_name(("model", "layers", 0, "mlp", "up_proj", "lora", "lora_A"))
+
+
 @pytest.mark.parametrize("name", ["model.layers.x.mlp.up_proj.weight", "model.layers.01.input", ""])
 def test_unknown_names_are_refused(name):
     with pytest.raises(KeyError):

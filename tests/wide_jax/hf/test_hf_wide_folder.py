@@ -89,6 +89,11 @@ def test_changed_weights_are_written_and_fingerprinted(
         target, base=folder, config=config, wide=wide, routers=routers, weights=merged
     )
     verify_base(target, config, info)
+    assert info.lora == load_wide_info(target).lora == "merged"
+    copied = save_wide_model(
+        tmp_path / "copy", base=target, config=config, wide=wide, routers=routers
+    )
+    assert copied == info
     loaded = load_weights(target, config)
     np.testing.assert_array_equal(loaded["lm_head.weight"], merged["lm_head.weight"])
     shutil.copy(folder / "model.safetensors", target / "model.safetensors")
