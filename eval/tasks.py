@@ -7,6 +7,7 @@ downloaded: only the data under the harness's definition is swapped.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import lm_eval.tasks
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 
 from eval import mbpp
 from eval.harness import WideLM
@@ -91,6 +96,10 @@ LOCAL_TASKS: Mapping[str, LocalTask] = {
         ],
     ),
 }
+HARNESS_FOLDERS = (  # where the harness defines them
+    *("arc", "gsm8k", "hellaswag", "ifeval", "mbpp", "mmlu/default", "openbookqa", "piqa"),
+    *("super_glue/boolq", "wikitext", "winogrande"),
+)
 MMLU_FILES = {"test": "tasks/mmlu_test.jsonl.gz", "dev": "tasks/mmlu_dev.jsonl"}
 # As the field reports them; the harness's own default for MMLU is zero examples.
 FEWSHOT = {"mmlu": 5}
@@ -255,9 +264,20 @@ def _open(path: Path):
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open()
 
 
-def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
-    from lm_eval import simple_evaluate
+@functools.cache
+def _task_manager(local: bool) -> TaskManager:
+    """The harness's index of task definitions; with local data only the folders that have some.
 
+    Reading all of its thousands of files takes many seconds.
+    """
+    if not local:
+        return TaskManager()
+    home = Path(lm_eval.tasks.__file__).parent
+    folders = [home / name for name in HARNESS_FOLDERS]
+    return TaskManager(include_path=folders, include_defaults=False)
+
+
+def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
     with mbpp.sandboxed_code_eval():
         found = simple_evaluate(
             lm,
@@ -274,6 +294,7 @@ def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
             fewshot_random_seed=config.seed,
             bootstrap_iters=1000,
             confirm_run_unsafe_code=task == ACCEPTED_CODE,
+            task_manager=_task_manager(config.data_dir is not None),
         )
     assert found is not None  # None is for other ranks; this is one process
     return found
@@ -363,7 +384,8 @@ def _settings(
 @contextmanager
 def _quiet_harness(config: TasksConfig) -> Iterator[None]:
     """Environment of the harness: offline with local data, its punkt data found, few warnings."""
-    settings: dict[str, str] = {}
+    # The harness would bootstrap standard errors in forked processes; JAX's threads do not fork.
+    settings: dict[str, str] = {"DISABLE_MULTIPROC": "1"}
     if config.data_dir is not None:
         settings |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         nltk_data = config.data_dir / "nltk_data"

@@ -46,7 +46,7 @@ def logits_of(wide_model):
 PAIRS = [("ab c", " de"), ("ab c", " dea"), ("abcd", "e"), ("", "fgh"), ("q ", "r"), ("abcd", "f")]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_case_D4_loglikelihoods_are_those_of_each_request_alone(
     wide_model, tokenizer, logits_of, batch_size
 ):
