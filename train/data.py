@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from train.corpus import TokenCache
 from wide_jax.batch import TokenBatch
@@ -24,7 +24,7 @@ class HostBatch:
 
     @classmethod
     def of(
-        cls, input_ids: Int[np.ndarray, "B T"], segment_ids: Int[np.ndarray, "B T"]
+        cls, input_ids: Integer[np.ndarray, "B T"], segment_ids: Integer[np.ndarray, "B T"]
     ) -> "HostBatch":
         """Positions count from 0 within each segment of a row.
 

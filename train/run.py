@@ -38,6 +38,7 @@ from wide_jax.hf.pretrained import from_pretrained, tensors_of
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.tokenizer import load_tokenizer
 from wide_jax.hf.wide_folder import base_folder, load_wide_info, save_wide_model
+from wide_jax.lora import LoRASettings
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam, RouterParam
 
@@ -92,7 +93,7 @@ class _Loaded:
     trained: tuple[type[nnx.Variable], ...]
     keep: Callable[[str], bool]
     config: CalibrateConfig  # with what the model's own folder decides filled in
-    lora: lora.LoRASettings | None = None
+    lora: LoRASettings | None = None
 
 
 def _load_for_calibration(config: CalibrateConfig, mesh: Mesh) -> _Loaded:
@@ -131,7 +132,7 @@ def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
     architecture = read_config(base_folder(folder))
     partition.check_mesh(mesh, architecture, info.wide)
     model = _read(folder, config, mesh, None)
-    settings = lora.LoRASettings(
+    settings = LoRASettings(
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
@@ -164,19 +165,21 @@ def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loa
     if config.distributed:
         jax.distributed.initialize()
     out = Path(config.out).absolute()
-    _claim(out, config)
+    _check_folder(out, config)
     if (out / "model" / "wide_config.json").exists():
         events.message(f"{out} is finished: its model is in {out / 'model'}")
         return RunResult(out / "model", None, None)
     mesh = partition.make_mesh(config.data_parallel, config.fsdp, config.tensor_parallel)
     loaded = load_model(config, mesh)
-    config = loaded.config
+    given, config = config, loaded.config
     tokenizer = load_tokenizer(loaded.folder)
     rows = _rows(config.data, config, tokenizer, events)
     held_out_rows = None
     if config.evaluation_data:
         held_out_rows = _rows(config.evaluation_data, config, tokenizer, events)
-
+    if jax.process_index() == 0 and not (out / CONFIG).exists():
+        out.mkdir(parents=True, exist_ok=True)
+        dump(given, out / CONFIG)
     with jax.set_mesh(mesh):
         return _train(loaded, rows, held_out_rows, out, mesh, events)
 
@@ -278,8 +281,8 @@ def _teacher(model: WideForCausalLM) -> ModelParts:
     return take_apart(dense, RouterParam)[0]
 
 
-def _claim(out: Path, config: CalibrateConfig) -> None:
-    """Make the run folder and write its config, or check that it is this run's.
+def _check_folder(out: Path, config: CalibrateConfig) -> None:
+    """Refuse a folder that is not this run's and not new.
 
     Raises:
         CheckpointMismatchError: it is another run's.
@@ -297,9 +300,6 @@ def _claim(out: Path, config: CalibrateConfig) -> None:
         return
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and holds no {CONFIG}: choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
-        dump(config, out / CONFIG)
 
 
 def _rows(
@@ -353,7 +353,7 @@ class _Clock:
         model: WideForCausalLM,
         frozen: Params,
         first: int,
-        settings: lora.LoRASettings | None,
+        settings: LoRASettings | None,
     ):
         self._config, self._first = config, first
         self._started = time.perf_counter()

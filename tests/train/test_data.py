@@ -1,0 +1,164 @@
+"""Text to tokens to rows to batches: complete, bounded, in an order that follows from numbers."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from train.corpus import Recipe, TokenCache, build, cache_key, documents, token_cache
+from train.data import (
+    HostBatch,
+    PackedRows,
+    PackedWindows,
+    PaddedRows,
+    ShuffledBatches,
+    on_mesh,
+)
+from wide_jax import partition
+
+
+def cache_of(lengths):
+    """Documents of these lengths; ids count up from 0 over all of them."""
+    ends = np.cumsum(lengths)
+    return TokenCache(np.arange(ends[-1], dtype=np.uint32), ends.astype(np.int64), "key")
+
+
+def encode(texts):
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+def test_a_cache_holds_every_document_in_order(tmp_path):
+    texts = [f"document {number}" for number in range(1000)]  # more than one batch
+    build(tmp_path / "c", "c", iter(texts), encode, 7)
+    cache = TokenCache.open(tmp_path / "c")
+    assert len(cache.ends) == 1000
+    starts = np.concatenate([[0], cache.ends[:-1]])
+    for number in (0, 1, 255, 256, 999):
+        row = cache.tokens[starts[number] : cache.ends[number]]
+        assert "".join(map(chr, row[:-1])) == texts[number]
+        assert row[-1] == 7
+    assert isinstance(cache.tokens, np.memmap)
+
+
+def test_a_cache_that_failed_leaves_nothing_behind(tmp_path):
+    def broken():
+        yield "one"
+        raise OSError("the stream broke")
+
+    with pytest.raises(OSError, match="the stream broke"):
+        build(tmp_path / "c", "c", broken(), encode, None)
+    with pytest.raises(ValueError, match="no tokens"):
+        build(tmp_path / "c", "c", iter([""]), encode, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.txt", "d.parquet"])
+def test_documents_of_every_kind_of_file(tmp_path, name):
+    texts = ["first document", "second one", "third"]
+    file = tmp_path / name
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(lines.encode()))
+    elif name.endswith(".parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file)
+    else:
+        file.write_text(lines if name.endswith(".jsonl") else "\n\n".join(texts))
+    assert [text.strip() for text in documents(Recipe((str(file),)))] == texts
+
+
+def test_wrong_data_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl: no such file"):
+        list(documents(Recipe((str(tmp_path / "nowhere.jsonl"),))))
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ValueError, match=r"unknown kind '\.csv'"):
+        list(documents(Recipe((str(tmp_path / "a.csv"),))))
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(ValueError, match=r"no text in field 'text'; its fields are \['body'\]"):
+        list(documents(Recipe((str(tmp_path / "a.jsonl"),))))
+    with pytest.raises(ValueError, match="no data"):
+        Recipe(())
+
+
+def test_a_cache_is_made_once_and_again_when_its_source_changes(tmp_path, model_folder):
+    from wide_jax.hf.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model_folder)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "w0 w1"}\n{"text": "w2 nonsense"}\n')
+    recipe = Recipe((str(file),), end_token=tokenizer.eos_token_id)
+    seen = []
+    cache = token_cache(
+        recipe, tokenizer, tmp_path / "cache", progress=lambda d, t: seen.append((d, t))
+    )
+    assert cache.tokens.tolist() == [2, 3, 1, 4, 0, 1]
+    assert seen == [(2, 6)]
+    token_cache(recipe, tokenizer, tmp_path / "cache", progress=lambda d, t: seen.append((d, t)))
+    assert len(seen) == 1
+    other = Recipe((str(file),), end_token=None)
+    assert cache_key(other, tokenizer) != cache.key
+    file.write_text('{"text": "w3"}\n')
+    assert token_cache(recipe, tokenizer, tmp_path / "cache").tokens.tolist() == [5, 1]
+
+
+def test_packed_rows_use_every_token_once_and_separate_documents_on_request():
+    cache = cache_of([3, 1, 9, 2])
+    rows = PackedRows(cache, 5)
+    ids = np.concatenate([rows[n][0] for n in range(len(rows))])
+    assert ids.tolist() == list(range(15))
+    assert all((rows[n][1] == 1).all() for n in range(3))
+    apart = PackedRows(cache, 5, separate=True)
+    assert [apart[n][1].tolist() for n in range(3)] == [
+        [1, 1, 1, 2, 3],
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 2, 2],
+    ]
+    batch = HostBatch.of(*(np.stack([apart[n][part] for n in range(3)]) for part in (0, 1)))
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4], [0, 1, 2, 0, 1]]
+
+
+def test_padded_rows_keep_documents_apart_and_lose_nothing():
+    rows = PaddedRows(cache_of([3, 0, 9, 4, 5]), 4)
+    assert len(rows) == 1 + 0 + 3 + 1 + 2
+    kept = [rows[n][0][rows[n][1] > 0].tolist() for n in range(len(rows))]
+    assert kept == [
+        [0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10], [11], [12, 13, 14, 15], [16, 17, 18, 19], [20],
+    ]  # fmt: skip
+
+
+def test_too_short_a_text_is_refused_with_its_size():
+    with pytest.raises(ValueError, match="7 tokens make no row of sequence_length=8"):
+        PackedRows(cache_of([7]), 8)
+
+
+@pytest.mark.parametrize("kind", ["grain", "windows"])
+def test_batches_follow_from_their_number_and_cover_every_epoch(kind):
+    tokens = np.arange(10 * 4, dtype=np.uint32)
+
+    def make(seed=0):
+        if kind == "windows":
+            return PackedWindows(tokens, 4, 5, seed)
+        return ShuffledBatches(PackedRows(TokenCache(tokens, np.array([40]), ""), 4), 5, seed)
+
+    batches = make()
+    seen = [batches.batch(update).input_ids for update in range(6)]
+    firsts = [ids[:, 0] // 4 for ids in seen]
+    epochs = [np.concatenate(firsts[2 * n : 2 * n + 2]).tolist() for n in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    # Any number, in any order, from a fresh start: resuming needs nothing else.
+    fresh = make()
+    for update in (4, 5, 1, 0, 3):
+        assert np.array_equal(fresh.batch(update).input_ids, seen[update])
+    assert not np.array_equal(make(seed=1).batch(0).input_ids, seen[0])
+
+
+def test_rows_are_split_over_data_and_fsdp():
+    mesh = partition.make_mesh(2, 2, 2)
+    batch = HostBatch.of(np.arange(32).reshape(8, 4), np.ones((8, 4), int))
+    placed = on_mesh(batch, mesh)
+    assert placed.input_ids.sharding.shard_shape((8, 4)) == (2, 4)
+    assert np.array_equal(placed.input_ids, batch.input_ids)

@@ -1,0 +1,313 @@
+"""Whole runs in a folder: started, killed, resumed exactly, on any mesh; both stages (case C9)."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from train import metrics, run
+from train.checkpoint import CheckpointMismatchError, Checkpoints
+from train.loop import TrainState
+from train.records import LossNotFiniteError
+from train.run import RunEvents, calibrate_main, recover_main
+from train.run_config import CalibrateConfig, RecoverConfig
+from wide_jax import partition
+from wide_jax.batch import TokenBatch
+from wide_jax.hf.peft import read_adapter
+from wide_jax.hf.pretrained import from_pretrained
+from wide_jax.hf.wide_folder import load_wide_info, load_wide_routers
+from wide_jax.routing import AllOn, Argmax
+
+
+@pytest.fixture
+def settings(model_folder, text_file, tmp_path):
+    """Settings of a run of 6 updates in `tmp_path/run`."""
+
+    def make(kind=CalibrateConfig, out="run", **changes):
+        values = {
+            "model": str(model_folder),
+            "data": (str(text_file),),
+            "cache_dir": tmp_path / "tokens",
+            "out": tmp_path / out,
+            "updates": 6,
+            "sequences_per_update": 8,
+            "sequence_length": 16,
+            "sparsity": 0.25,
+            "ffn_group_size": 16,
+            "router_rank": 4,
+            "log_every": 1,
+            "save_every": 3,
+        }
+        if issubclass(kind, RecoverConfig):
+            values |= {"lora_rank": 2}
+        return kind(**(values | changes))
+
+    return make
+
+
+def losses(folder):
+    return {
+        line["update"]: (line["lm_loss"], line["budget_term"])
+        for line in metrics.read(folder)
+        if line["kind"] == "train"
+    }
+
+
+def interrupt_after(monkeypatch, updates):
+    """Make runs end with an exception once `updates` updates are reported."""
+    seen = []
+
+    def record(record, config):
+        seen.append(record)
+        if len(seen) == updates:
+            raise KeyboardInterrupt
+
+    return RunEvents(record=record)
+
+
+def routers(folder):
+    info = load_wide_info(folder)
+    config = from_pretrained(folder).config
+    return {k: np.asarray(v) for k, v in load_wide_routers(folder, config, info.wide).items()}
+
+
+def test_case_C9_a_resumed_run_is_bit_identical(settings, monkeypatch):
+    whole = calibrate_main(settings(out="whole"))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_main(settings(), interrupt_after(monkeypatch, 5))
+    messages = []
+    resumed = calibrate_main(settings(), RunEvents(message=messages.append))
+    assert "resuming at update 3 of 6" in messages[0]
+    expected, actual = routers(whole.model_folder), routers(resumed.model_folder)
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        assert value.tobytes() == actual[name].tobytes(), name
+    one, other = losses(settings(out="whole").out), losses(settings().out)
+    assert list(other) == list(range(6))
+    assert one == other
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 2)], ids=["2", "8"])
+def test_case_C9_a_run_goes_on_with_another_number_of_devices(settings, monkeypatch, mesh):
+    calibrate_main(settings(out="whole"))
+    data, fsdp, tensor = mesh
+    spread = settings(data_parallel=data, fsdp=fsdp, tensor_parallel=tensor)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_main(spread, interrupt_after(monkeypatch, 5))
+    calibrate_main(settings())  # on one device
+    one, other = losses(settings(out="whole").out), losses(settings().out)
+    np.testing.assert_allclose(
+        [other[n] for n in range(6)], [one[n] for n in range(6)], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_finishing_twice_changes_nothing(settings):
+    first = calibrate_main(settings(updates=2))
+    again = calibrate_main(settings(updates=2))
+    assert again.model_folder == first.model_folder
+    assert again.last is None
+
+
+def test_case_C9_another_runs_folder_is_refused_with_what_differs(settings):
+    calibrate_main(settings(updates=2))
+    with pytest.raises(CheckpointMismatchError, match=r"seed: 0, not 1"):
+        calibrate_main(settings(updates=2, seed=1))
+    # What changes no number may change.
+    calibrate_main(settings(updates=2, save_every=1, fsdp=2))
+
+
+def test_a_folder_of_something_else_is_refused(settings):
+    config = settings()
+    config.out.mkdir()
+    (config.out / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"not empty and holds no config\.yaml"):
+        calibrate_main(config)
+
+
+def test_case_C9_a_half_written_checkpoint_is_never_the_latest(settings, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_main(settings(), interrupt_after(monkeypatch, 5))
+    folder = settings().out / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["3"]
+    (folder / "6.orbax-checkpoint-tmp").mkdir()
+    (folder / "6.orbax-checkpoint-tmp" / "state").write_bytes(b"half")
+    checkpoints = Checkpoints(folder, {}, keep=2)
+    assert checkpoints.latest == 3
+    checkpoints.close()
+
+
+def test_case_C9_relative_paths_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints("some/folder", {}, keep=1)
+    assert checkpoints.latest is None
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        checkpoints.restore(TrainState({}, (), 0))
+    checkpoints.close()
+    assert (tmp_path / "some" / "folder").is_dir()
+
+
+def test_case_C9_kill_9_loses_at_most_the_interval(settings):
+    config = settings(updates=40, save_every=2)
+    arguments = [f"{k}={v}" for k, v in {
+        "model": config.model, "data": config.data[0], "cache_dir": config.cache_dir,
+        "out": config.out, "updates": 40, "sequences_per_update": 8, "sequence_length": 16,
+        "sparsity": 0.25, "ffn_group_size": 16, "router_rank": 4, "log_every": 1, "save_every": 2,
+    }.items()]  # fmt: skip
+    code = (
+        "import sys; from train.run import calibrate_main; from train.run_config import *;"
+        "calibrate_main(parse(CalibrateConfig, sys.argv[1:], prog='test'))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments])
+    lines = config.out / metrics.FILE
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and child.poll() is None:
+        if lines.exists() and len(lines.read_text().splitlines()) >= 7:
+            break
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    reported = max(losses(config.out))
+    checkpoints = Checkpoints(config.out / "checkpoints", {}, keep=2)
+    latest = checkpoints.latest
+    checkpoints.close()
+    # An update is reported one late, and the newest checkpoint may still have been on its way.
+    assert latest is not None
+    assert latest >= reported + 1 - 2 * config.save_every
+    messages = []
+    calibrate_main(config, RunEvents(message=messages.append))
+    assert f"resuming at update {latest} of 40" in messages[0]
+    assert sorted(losses(config.out)) == list(range(40))
+
+
+def test_stage_2_trains_lora_and_routers_from_stage_1(settings, model_folder):
+    calibrate_main(settings(updates=2))
+    stage_1 = routers(settings().out / "model")
+    config = settings(
+        RecoverConfig, "recovered", run=settings().out, updates=3, warmup_fraction=0.0, model=None,
+        distill="beside",
+    )  # fmt: skip
+    result = recover_main(config)
+    assert result.last.kl > 0
+    folder = result.model_folder
+    info = load_wide_info(folder)
+    assert (info.lora, info.training["stage"]) == ("adapter", 2)
+    after = routers(folder)
+    assert all((after[name] != value).any() for name, value in stage_1.items())
+    base = from_pretrained(model_folder)
+    adapter = read_adapter(folder, base.config)
+    assert len(adapter.factors) == 7
+    assert all(np.asarray(b).any() for _, b in adapter.factors.values())
+    # The saved model is the trained one: base weights untouched, adapter merged on loading.
+    batch = TokenBatch.from_lengths(jax.numpy.arange(16)[None])
+    merged = from_pretrained(folder)
+    apart = from_pretrained(folder, adapter=False)
+    assert np.array_equal(apart(batch, AllOn()).hidden, base(batch, AllOn()).hidden)
+    assert not np.allclose(merged(batch, Argmax()).hidden, apart(batch, Argmax()).hidden)
+
+
+def test_frozen_routers_stay_bit_identical_in_stage_2(settings):
+    calibrate_main(settings(updates=2))
+    before = routers(settings().out / "model")
+    config = settings(
+        RecoverConfig, "recovered", run=settings().out, updates=2, warmup_fraction=0.0,
+        freeze_routers=True, model=None,
+    )  # fmt: skip
+    result = recover_main(config)
+    after = routers(result.model_folder)
+    for name, value in before.items():
+        assert value.tobytes() == after[name].tobytes(), name
+    assert result.last.skip == result.last.hard_skip
+
+
+def test_stage_2_needs_a_finished_stage_1(settings, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no finished stage 1"):
+        recover_main(settings(RecoverConfig, run=tmp_path / "empty", model=None))
+    with pytest.raises(ValueError, match="--run"):
+        recover_main(settings(RecoverConfig, model=None))
+
+
+def test_static_width_decides_the_same_for_every_token(settings):
+    result = calibrate_main(settings(method="static", updates=8, learning_rate=0.5))
+    model = from_pretrained(result.model_folder)
+    batch = TokenBatch.from_lengths(jax.numpy.arange(48).reshape(3, 16) % 60)
+    masks = model(batch, Argmax()).masks
+    for mask in (*masks.attention, *masks.ffn):
+        assert (np.asarray(mask) == np.asarray(mask)[0, 0]).all()
+    biases = [v for k, v in routers(result.model_folder).items() if k.endswith("router.bias")]
+    assert all(bias.any() for bias in biases)
+
+
+def test_an_untargeted_module_never_skips(settings):
+    result = calibrate_main(settings(target="ffn", budget="paper"))
+    assert result.last.skip["attention"] == 0.0
+    assert 0 < result.last.skip["ffn"] < 1
+    assert result.last.budget_term == pytest.approx(abs(0.25 - result.last.skip["ffn"]), abs=1e-5)
+    model = from_pretrained(result.model_folder)
+    batch = TokenBatch.from_lengths(jax.numpy.arange(16)[None])
+    assert all(np.asarray(mask).all() for mask in model(batch, Argmax()).masks.attention)
+
+
+def test_held_out_perplexity_and_events_are_written(settings, text_file):
+    seen = []
+    config = settings(
+        evaluation_data=(str(text_file),), evaluation_rows=8, evaluate_every=3, updates=4
+    )
+    result = calibrate_main(config, RunEvents(held_out=lambda update, r: seen.append((update, r))))
+    assert [update for update, _ in seen] == [3, 4]
+    assert result.held_out == seen[-1][1]
+    assert seen[0][1].tokens == 8 * 15
+    assert 1 < seen[0][1].token_perplexity < 1e6
+    kinds = [(line["kind"], line["update"]) for line in metrics.read(config.out)]
+    assert ("held_out", 2) in kinds
+    assert sum(kind == "train" for kind, _ in kinds) == 4
+    speed = [
+        line["tokens_per_second"] for line in metrics.read(config.out) if line["kind"] == "train"
+    ]
+    assert speed[0] is None
+    assert all(value > 0 for value in speed[1:])
+    events = list((config.out / "tensorboard").iterdir())
+    assert len(events) == 1
+    assert b"train/hard_skip/flops" in events[0].read_bytes()
+
+
+def test_a_loss_over_its_limit_stops_with_position_and_last_checkpoint(settings):
+    with pytest.raises(
+        LossNotFiniteError, match=r"update 0: .*loss_limit=0\.5.*rows 0 to 7.*no checkpoint"
+    ):
+        calibrate_main(settings(loss_limit=0.5))
+    limit = {}
+
+    def record(record, config):
+        limit[record.update] = record.lm_loss
+
+    calibrate_main(settings(out="other"), RunEvents(record=record))
+    assert max(limit.values()) < 25
+
+
+def test_weights_go_to_their_shards(settings, monkeypatch):
+    config = settings(fsdp=2, tensor_parallel=2)
+    mesh = partition.make_mesh(1, 2, 2)
+    loaded = run._load_for_calibration(config, mesh)
+    weight = loaded.model.model.layers[0].mlp.gate_proj.weight[...]
+    assert weight.sharding.shard_shape(weight.shape) == (64, 16)
+
+
+def test_settings_that_are_missing_are_named(settings):
+    with pytest.raises(ValueError, match="--out"):
+        calibrate_main(dataclasses.replace(settings(), out=None))
+    with pytest.raises(ValueError, match="--data"):
+        calibrate_main(dataclasses.replace(settings(), data=()))
+
+
+def test_importing_train_starts_no_device():
+    code = "import train, sys; assert 'orbax' not in sys.modules and 'datasets' not in sys.modules"
+    code += "; import jax._src.xla_bridge as bridge; assert not bridge._backends"
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
