@@ -8,6 +8,7 @@ if one is off.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplexity
 from eval.records import append_record, eval_record
@@ -21,9 +22,16 @@ PERPLEXITIES = {
     "first": (PerplexityConfig(window=1024, max_windows=12), 26.18),
     "full": (PerplexityConfig(window=2048), 21.77),
 }
+# task -> (metric, first so many documents, value through the harness)
+TASK_VALUES = {
+    "arc_easy": ("acc", 250, 0.50),
+    "piqa": ("acc", 250, 0.636),
+    "hellaswag": ("acc_norm", 150, 0.48),
+    "openbookqa": ("acc_norm", 250, 0.344),
+}
 
 
-def load_embedded() -> tuple[WideForCausalLM, object, str]:
+def load_embedded() -> tuple[WideForCausalLM, Any, str]:
     """The embedded model in float32, its tokenizer, and its name in reports."""
     from wide_jax.hf.embedded import EMBEDDED_MODEL
     from wide_jax.hf.pretrained import from_pretrained
@@ -33,7 +41,7 @@ def load_embedded() -> tuple[WideForCausalLM, object, str]:
     return from_pretrained(None), load_tokenizer(resolve_model(None)), EMBEDDED_MODEL.name
 
 
-def wikitext(data_dir: Path, tokenizer) -> TokenizedText:
+def wikitext(data_dir: Path, tokenizer: Any) -> TokenizedText:
     """WikiText-2 raw test as one run of ids."""
     return tokenize(
         read_text(data_dir / WIKITEXT),
@@ -71,9 +79,45 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--perplexity", choices=PERPLEXITIES, nargs="*", default=["first"])
+    parser.add_argument("--tasks", choices=TASK_VALUES, nargs="*", default=[])
     parser.add_argument("--record", type=Path, help="add the results to this JSON lines file")
     args = parser.parse_args(argv)
     model, tokenizer, name = load_embedded()
+    off = False
+    for task in args.tasks:
+        off |= check_task(model, tokenizer, name, task, args.data_dir, args.record)
+    if args.perplexity:
+        off |= check_perplexities(model, tokenizer, name, args)
+    return int(off)
+
+
+def check_task(
+    model: WideForCausalLM,
+    tokenizer: Any,
+    name: str,
+    task: str,
+    data_dir: Path,
+    record: Path | None,
+) -> bool:
+    """Run the task's first documents through the harness; whether the known value is off."""
+    from eval.harness import HarnessConfig, WideLM
+    from eval.tasks import TasksConfig, result_records, run_tasks
+
+    metric, limit, expected = TASK_VALUES[task]
+    lm = WideLM(model, tokenizer, config=HarnessConfig(progress=sys.stderr.isatty()), name=name)
+    [result] = run_tasks(lm, TasksConfig((task,), data_dir=data_dir, limit=limit))
+    print(f"{result.line()}; expected {metric} {expected}", flush=True)
+    if record is not None:
+        recipe = {"method": "dense", "dtype": "float32", "limit": limit}
+        for line in result_records(lm, result, fingerprint=None, recipe=recipe):
+            append_record(record, line)
+    return abs(result.metrics[metric] - expected) > 0.0051  # the known values are rounded
+
+
+def check_perplexities(
+    model: WideForCausalLM, tokenizer: Any, name: str, args: argparse.Namespace
+) -> bool:
+    """Evaluate the chosen windows of WikiText-2; whether ids or values are off."""
     text, off = wikitext(args.data_dir, tokenizer), False
     if text.tokens != WIKITEXT_TOKENS:
         off = True
@@ -92,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         off |= abs(result.token_perplexity - expected) > 0.01
         if args.record is not None:
             append_record(args.record, perplexity_record(name, result))
-    return int(off)
+    return off
 
 
 if __name__ == "__main__":

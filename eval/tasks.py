@@ -24,6 +24,7 @@ from lm_eval.tasks import TaskManager
 from eval import mbpp
 from eval.harness import WideLM
 from eval.records import append_record, common_fields, eval_record
+from eval.speed import measure_speedup
 from eval.store import RequestStore
 from wide_jax.accounting import Accounting
 from wide_jax.routing import Argmax
@@ -149,6 +150,7 @@ class TaskResult:
     num_fewshot: int | None
     prefill: Accounting
     decode: Accounting | None  # None: nothing was generated
+    speedup: Mapping[str, Any] | None = None  # `eval.speed`, on a GPU
 
     def line(self) -> str:
         """One line for people; the accounting has its own."""
@@ -196,9 +198,16 @@ def run_tasks(
             lm.store = RequestStore(path, _settings(lm, config, task, fingerprint))
             found = _evaluate(lm, task, config)
             result = _result(lm, task, found)
+            if _worth_timing(lm):
+                result = dataclasses.replace(
+                    result, speedup=measure_speedup(lm.model, routing=lm.routing)
+                )
             results.append(result)
             if out is not None:
-                _write(out, lm, config, result, found, fingerprint, recipe)
+                for record in result_records(lm, result, fingerprint=fingerprint, recipe=recipe):
+                    append_record(out / "eval.jsonl", record)
+                if config.samples:
+                    _write_samples(out, task, found)
     if out is not None:
         report = common_fields("eval") | {
             "model": lm.name,
@@ -212,6 +221,13 @@ def run_tasks(
         report["config"]["data_dir"] = None if config.data_dir is None else config.data_dir.name
         (out / "tasks.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return results
+
+
+def _worth_timing(lm: WideLM) -> bool:
+    """On a GPU, with routers: elsewhere skipping saves no time."""
+    import jax
+
+    return jax.default_backend() == "gpu" and isinstance(lm.routing, Argmax)
 
 
 def task_spec(task: str, data_dir: Path | None) -> str | dict[str, Any]:
@@ -327,17 +343,12 @@ def _result(lm: WideLM, task: str, found: Mapping[str, Any]) -> TaskResult:
     )
 
 
-def _write(
-    out: Path,
-    lm: WideLM,
-    config: TasksConfig,
-    result: TaskResult,
-    found: Mapping[str, Any],
-    fingerprint: str | None,
-    recipe: Mapping[str, Any],
-) -> None:
-    for metric, value in result.metrics.items():
-        record = eval_record(
+def result_records(
+    lm: WideLM, result: TaskResult, *, fingerprint: str | None, recipe: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The result as records of the `eval` suite, one a metric."""
+    return [
+        eval_record(
             model=fingerprint or lm.name,
             task=result.task,
             metric=metric,
@@ -355,13 +366,17 @@ def _write(
                 "attention": list(result.prefill.attention_layers),
                 "ffn": list(result.prefill.ffn_layers),
             },
+            speedup=None if result.speedup is None else dict(result.speedup),
         )
-        append_record(out / "eval.jsonl", record)
-    if config.samples:
-        with (out / f"samples-{result.task}.jsonl").open("w", encoding="utf-8") as stream:
-            for samples in found["samples"].values():
-                for sample in samples:
-                    stream.write(json.dumps(sample, default=str, ensure_ascii=False) + "\n")
+        for metric, value in result.metrics.items()
+    ]
+
+
+def _write_samples(out: Path, task: str, found: Mapping[str, Any]) -> None:
+    with (out / f"samples-{task}.jsonl").open("w", encoding="utf-8") as stream:
+        for samples in found["samples"].values():
+            for sample in samples:
+                stream.write(json.dumps(sample, default=str, ensure_ascii=False) + "\n")
 
 
 def _settings(
