@@ -194,13 +194,14 @@ def _distance(
     size = jnp.sqrt(norm * jnp.square(output).sum(axis=-1))
     cosine = jnp.where(size > 0, (output * whole).sum(axis=-1) / jnp.where(size > 0, size, 1), 0)
     difference = jnp.square(output - whole).sum(axis=-1)
-    return tuple(jnp.where(real, x, 0.0).sum() for x in (difference, norm, cosine))
+    difference, norm, cosine = (jnp.where(real, x, 0.0).sum() for x in (difference, norm, cosine))
+    return difference, norm, cosine
 
 
-def _ratios(difference: np.ndarray, norm: np.ndarray) -> tuple[float, ...]:
+def _ratios(difference: LayerSums, norm: LayerSums) -> tuple[float, ...]:
     """sqrt(difference / norm); 0 where both are 0."""
-    safe = np.where(norm > 0, norm, 1.0)
-    return tuple(np.sqrt(difference / safe).tolist())
+    norm = np.asarray(norm)
+    return tuple(np.sqrt(np.asarray(difference) / np.where(norm > 0, norm, 1.0)).tolist())
 
 
 def plot_errors(errors: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:

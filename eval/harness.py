@@ -221,7 +221,7 @@ class WideLM(TemplateLM):
 
     def _generation(self, request: Instance) -> "_Generation":
         context, given = request.args
-        settings: dict[str, Any] = normalize_gen_kwargs(given, MAX_GEN_TOKS)
+        settings: dict[str, Any] = {**normalize_gen_kwargs(given, MAX_GEN_TOKS)}
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = tuple(handle_stop_sequences(settings.get("until"), eos=eos))
         new = settings["max_gen_toks"]
@@ -236,8 +236,12 @@ class WideLM(TemplateLM):
         prompt = self.tok_encode(context)[-(self.max_length - new) :]
         sampler = Sampler(temperature=0.0)
         if settings["do_sample"]:
-            filters = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
-            sampler = Sampler(temperature=float(settings.get("temperature", 1.0)), **filters)
+            sampler = Sampler(
+                temperature=float(settings.get("temperature", 1.0)),
+                top_k=settings.get("top_k"),
+                top_p=settings.get("top_p"),
+                min_p=settings.get("min_p"),
+            )
         key = request_key("generate_until", prompt, until, new, dataclasses.astuple(sampler))
         return _Generation(key, prompt, until, new, sampler)
 

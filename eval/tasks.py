@@ -289,7 +289,7 @@ def _task_manager(local: bool) -> TaskManager:
     if not local:
         return TaskManager()
     home = Path(lm_eval.tasks.__file__).parent
-    folders = [home / name for name in HARNESS_FOLDERS]
+    folders: list[str | Path] = [home / name for name in HARNESS_FOLDERS]
     return TaskManager(include_path=folders, include_defaults=False)
 
 
