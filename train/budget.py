@@ -24,16 +24,25 @@ def visible_keys(config: TrainConfig) -> float:
 
 
 def masks_usage(
-    masks: Masks, real: Bool[Array, "B T"], model: ModelConfig, config: TrainConfig
+    masks: Masks | None, real: Bool[Array, "B T"], model: ModelConfig, config: TrainConfig
 ) -> Usage:
-    """Sums of what masks skip over the real tokens, every token seeing `visible_keys`."""
+    """Sums of what masks skip over the real tokens, every token seeing `visible_keys`.
+
+    Raises:
+        ValueError: there are no masks (the forward pass asked no router).
+    """
+    if masks is None:
+        raise ValueError("the forward pass made no masks: route with Argmax or GumbelSoftmax")
     return usage(masks, real, jnp.full(real.shape, visible_keys(config), jnp.float32), model)
 
 
 def targets(config: TrainConfig) -> dict[Module, float]:
     """Each module's own target (budget `separate`)."""
-    given = {"attention": config.attention_sparsity, "ffn": config.ffn_sparsity}
-    return {m: config.sparsity if given[m] is None else given[m] for m in MODULES}
+    attention, ffn = config.attention_sparsity, config.ffn_sparsity
+    return {
+        "attention": config.sparsity if attention is None else attention,
+        "ffn": config.sparsity if ffn is None else ffn,
+    }
 
 
 def budget_term(

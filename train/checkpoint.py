@@ -34,7 +34,9 @@ class Checkpoints:
 
         self.folder = Path(folder).absolute()
         self.settings = dict(settings)
-        self._checkpointer = ocp.training.Checkpointer(
+        # Any: orbax annotates paths, policies and trees more narrowly than it takes them.
+        checkpointer: Any = ocp.training.Checkpointer
+        self._checkpointer: Any = checkpointer(
             self.folder,
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,  # what a kill left half-written

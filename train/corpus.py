@@ -75,7 +75,7 @@ def documents(recipe: Recipe) -> Iterator[str]:
         if len(kinds) > 1:
             raise ValueError(f"data files of several kinds {sorted(kinds)}: give one kind a run")
         (kind,) = kinds
-        options = {"sample_by": "paragraph"} if kind == "text" else {}
+        options: dict[str, Any] = {"sample_by": "paragraph"} if kind == "text" else {}
         files = [str(Path(path).absolute()) for path in recipe.data]
         stream = datasets.load_dataset(
             kind, data_files=files, split="train", streaming=True, **options

@@ -96,7 +96,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and segments of a row, `[T]` each."""
         ...
 
@@ -119,8 +119,8 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.cache.tokens) // self.sequence_length
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        start = int(row) * self.sequence_length
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        start = int(index) * self.sequence_length
         ids = np.asarray(self.cache.tokens[start : start + self.sequence_length], np.int32)
         if not self.separate:
             return ids, np.ones_like(ids)
@@ -140,11 +140,11 @@ class PaddedRows:
     def __len__(self) -> int:
         return int(self._row_ends[-1])
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        document = int(np.searchsorted(self._row_ends, row, side="right"))
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        document = int(np.searchsorted(self._row_ends, index, side="right"))
         first_row = int(self._row_ends[document - 1]) if document else 0
         document_start = int(self.cache.ends[document - 1]) if document else 0
-        start = document_start + (int(row) - first_row) * self.sequence_length
+        start = document_start + (int(index) - first_row) * self.sequence_length
         stop = min(start + self.sequence_length, int(self.cache.ends[document]))
         ids, segments = np.zeros((2, self.sequence_length), np.int32)
         ids[: stop - start] = self.cache.tokens[start:stop]

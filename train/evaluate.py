@@ -1,7 +1,9 @@
 """Held-out perplexity with the masks that inference will use, while a run goes on."""
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 
 import jax
@@ -51,13 +53,14 @@ def make_evaluation(
         raise ValueError(f"{len(rows)} held-out rows are fewer than one micro-batch of {size}")
 
     def evaluate(trainable: Params, frozen: Params) -> HeldOut:
-        total, tokens, usage = 0.0, 0, None
+        total, tokens, usages = 0.0, 0, []
         for start in range(0, used, size):
             batch = on_mesh(stack_rows([rows[row] for row in range(start, start + size)]), mesh)
             sums, more = score(trainable, frozen, batch)
             total, tokens = total + float(sums.total), tokens + int(sums.count)
-            usage = more.to_host() if usage is None else usage + more.to_host()
+            usages.append(more.to_host())
         element = next(iter(frozen.values())).dtype.itemsize
+        usage = functools.reduce(operator.add, usages)
         figures = account(usage, model, wide, weight_bytes=element, kv_bytes=element)
         return HeldOut(math.exp(min(total / max(tokens, 1), 700)), tokens, figures.summary())
 

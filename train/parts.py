@@ -39,9 +39,11 @@ class ModelParts:
         LoRA dropout on; every map folds in its own number.
         """
         trained_tree, frozen_tree, key_tree = self.trees
-        if key_tree.num_leaves and dropout_key is None:
-            raise ValueError("this structure was taken with LoRA dropout on: give a dropout_key")
-        keys = [jax.random.fold_in(dropout_key, n) for n in range(key_tree.num_leaves)]
+        keys = []
+        if key_tree.num_leaves:
+            if dropout_key is None:
+                raise ValueError("this structure was taken with dropout on: give a dropout_key")
+            keys = [jax.random.fold_in(dropout_key, n) for n in range(key_tree.num_leaves)]
         return nnx.merge(
             self.graphdef,
             trained_tree.unflatten([trainable[name] for name in self.trainable_names]),

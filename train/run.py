@@ -6,6 +6,7 @@ the end, `model/`: a WIDE model folder that names its base (with a PEFT adapter 
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,7 @@ def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loa
     if not config.data:
         raise ValueError("name the data: files or a hub id (--data)")
     if config.distributed:
-        jax.distributed.initialize()
+        start_processes()
     out = Path(config.out).absolute()
     _check_folder(out, config)
     if (out / "model" / "wide_config.json").exists():
@@ -182,6 +183,28 @@ def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loa
         dump(given, out / CONFIG)
     with jax.set_mesh(mesh):
         return _train(loaded, rows, held_out_rows, out, mesh, events)
+
+
+def start_processes() -> None:
+    """Join the run's other processes: Slurm, Kubernetes and Open MPI are recognised by JAX.
+
+    Elsewhere set JAX_COORDINATOR_ADDRESS (`host:port`), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+    Raises:
+        ValueError: only some of these are set.
+    """
+    if jax.distributed.is_initialized():
+        return
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = [os.environ.get(name) for name in names]
+    if not any(given):
+        jax.distributed.initialize()
+        return
+    address, count, number = given
+    if address is None or count is None or number is None:
+        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        raise ValueError(f"multi-process start: {', '.join(missing)} must be set too")
+    jax.distributed.initialize(address, int(count), int(number))
 
 
 def _train(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key
@@ -48,7 +49,7 @@ class StepMetrics:
 
 
 Step = Callable[
-    [Params, optax.OptState, Params, TokenBatch, Int[Array, ""], Key[Array, ""]],
+    [Params, optax.OptState, Params, TokenBatch, Int[Array, ""] | np.int32, Key[Array, ""]],
     tuple[Params, optax.OptState, StepMetrics],
 ]
 
@@ -214,7 +215,8 @@ def _teacher_loss(
     config: TrainConfig,
 ) -> Float[Array, ""]:
     """Summed KL to the dense base: all masks on, no LoRA, no gradient."""
-    dense = teacher.merge(*[jax.lax.stop_gradient(params)] * 2)
+    params = jax.lax.stop_gradient(params)
+    dense = teacher.merge(params, params)
     dense_hidden = dense(rows, AllOn()).hidden
     return distillation_loss(
         hidden, student.logits, dense_hidden, dense.logits, rows, chunk=config.logits_chunk
