@@ -6,7 +6,7 @@ and `results` of EvalPlus, `plus_pass_at_1` also asks for those.
 """
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,7 +101,7 @@ class CodeEval:
 
 
 @contextmanager
-def sandboxed_code_eval() -> Iterator[None]:
+def sandboxed_code_eval() -> Generator[None]:
     """While tasks are loaded: `evaluate.load("code_eval")` gives the sandbox, not a download."""
     import evaluate
 

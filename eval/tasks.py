@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -397,7 +397,7 @@ def _settings(
 
 
 @contextmanager
-def _quiet_harness(config: TasksConfig) -> Iterator[None]:
+def _quiet_harness(config: TasksConfig) -> Generator[None]:
     """Environment of the harness: offline with local data, its punkt data found, few warnings."""
     # The harness would bootstrap standard errors in forked processes; JAX's threads do not fork.
     settings: dict[str, str] = {"DISABLE_MULTIPROC": "1"}
