@@ -132,7 +132,8 @@ def _from_table(problem: Problem, device: Device) -> Choice:
     config = None if entry.implementation == "dense" else entry.config
     if config is not None:
         config = _fitted(config, problem)
-    return Choice(entry.implementation, config, reason, measured=exact and table.measured)
+    measured = exact and table.measured and entry.dtype == problem.dtype
+    return Choice(entry.implementation, config, reason, measured)
 
 
 def _nearest(
@@ -141,7 +142,7 @@ def _nearest(
     table: tuned.Table,
     accept: Callable[[tuned.Entry], bool],
 ) -> tuned.Entry | None:
-    """The entry of the same op, dtype and form whose shape is nearest in powers of two.
+    """The entry of the same op, dtype width and form whose shape is nearest in powers of two.
 
     Group size counts four times, token count twice. An entry tuned for *more* skipping than the
     hint is as far as one group-size doubling per 12.5 %; for less skipping, per 25 %.
@@ -150,7 +151,7 @@ def _nearest(
         entry
         for entry in table.entries
         if entry.op == problem.op
-        and entry.dtype == problem.dtype
+        and _same_width(entry.dtype, problem.dtype)
         and (entry.m <= SMALL_TOKENS) == problem.small
         and accept(entry)
         and _fits(entry.config, problem, device)
@@ -169,6 +170,11 @@ def _nearest(
     return min(candidates, key=distance, default=None)
 
 
+def _same_width(a: str, b: str) -> bool:
+    """float16 runs exactly as bfloat16 does, and borrows its entries."""
+    return (a == "float32") == (b == "float32")
+
+
 def _fits(config: Config | None, problem: Problem, device: Device) -> bool:
     if config is None:
         return True
@@ -176,7 +182,7 @@ def _fits(config: Config | None, problem: Problem, device: Device) -> bool:
         return False
     itemsize = 4 if problem.dtype == "float32" else 2
     capability = device.capability or "8.0"
-    needed = config.shared_memory_bytes(itemsize, MATRICES[problem.op], capability)
+    needed = config.shared_memory_bytes(itemsize, MATRICES[problem.op], capability, problem.m)
     return needed <= device.shared_memory_per_block
 
 
@@ -204,7 +210,9 @@ def default_config(problem: Problem, shared_memory: int, capability: str) -> Con
     elif problem.dtype == "float32":
         candidates = [TileConfig(64, min(64 // matrices, widest), 32, 4, 2, 8)]
     else:
-        wide = min(256 // matrices, widest)
+        # mma.sync keeps operands in registers beside the accumulators: 256 columns spill.
+        columns = 256 if capability.startswith("9.") else 128
+        wide = min(columns // matrices, widest)
         candidates = [
             TileConfig(128, wide, 64, 8, 3, 16),
             TileConfig(128, min(wide, 128 // matrices), 64, 8, 3, 16),
@@ -212,6 +220,7 @@ def default_config(problem: Problem, shared_memory: int, capability: str) -> Con
             TileConfig(64, min(wide, 64 // matrices), 32, 4, 2, 16),
         ]
     for config in candidates:
-        if config.shared_memory_bytes(itemsize, matrices, capability) <= shared_memory:
+        needed = config.shared_memory_bytes(itemsize, matrices, capability, problem.m)
+        if needed <= shared_memory:
             return config
     return candidates[-1]

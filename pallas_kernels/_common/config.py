@@ -8,14 +8,22 @@ def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
+def _buffers(num_stages: int, capability: str) -> int:
+    """Copies of the operand tiles in shared memory: with mma.sync the last stage is in registers.
+
+    wgmma (compute capability 9 and 10) reads its operands from shared memory.
+    """
+    return num_stages if capability.startswith(("9.", "10.")) else max(num_stages - 1, 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
     """The compacted form: tiles of `block_m` active tokens of one group.
 
     A tile is `block_m` tokens x `block_n` output channels (for `swiglu_up`: of gate *and* of up),
     reduced `block_k` inputs at a time with `num_stages` buffers. `band` tiles of tokens are
-    launched together, tokens fastest (`_common/tile_kernel.py` draws the order).
-    `tma` fetches the weight tiles with the bulk copy engine (compute capability 9.0 and later).
+    run together, tokens fastest (`_common/tile_kernel.py` draws the order). `persistent` launches
+    one thread block a multiprocessor, each walking over its tiles, instead of one a tile.
     """
 
     block_m: int
@@ -24,7 +32,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     band: int = 16
-    tma: bool = False
+    persistent: bool = False
 
     def __post_init__(self):
         for field in ("block_m", "block_n", "block_k", "num_warps"):
@@ -34,17 +42,17 @@ class TileConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
 
-    def shared_memory_bytes(self, itemsize: int, matrices: int, capability: str) -> int:
-        """Model of the shared memory one thread block takes, bytes.
+    def shared_memory_bytes(
+        self, itemsize: int, matrices: int, capability: str, tokens: int
+    ) -> int:
+        """Model of the shared memory one thread block takes, bytes; the same for any `tokens`.
 
         `matrices` is 1, or 2 when gate and up share a tile. The loop keeps `num_stages` copies of
         both operand tiles; before Hopper the last one lives in registers, so one copy fewer.
         The result is staged through the same memory on its way out, as `itemsize`-byte values.
         """
         stage = (self.block_m + matrices * self.block_n) * self.block_k * itemsize
-        stages = self.num_stages if float(capability) >= 9.0 else max(self.num_stages - 1, 1)
-        if capability in ("12.0", "12.1"):
-            stages = max(self.num_stages - 1, 1)
+        stages = _buffers(self.num_stages, capability)
         out = self.block_m * self.block_n * itemsize
         return max(stage * stages, out)
 
@@ -68,11 +76,19 @@ class SmallConfig:
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
 
-    def shared_memory_bytes(self, itemsize: int, matrices: int, capability: str) -> int:
-        """Model of the shared memory one thread block takes, bytes, for 64 tokens (the most)."""
-        stage = (64 + matrices * self.block_n) * self.block_k * itemsize
-        stages = self.num_stages if float(capability) >= 9.0 else max(self.num_stages - 1, 1)
-        return stage * stages
+    def shared_memory_bytes(
+        self, itemsize: int, matrices: int, capability: str, tokens: int
+    ) -> int:
+        """Model of the shared memory one thread block takes for 1..64 `tokens`, bytes.
+
+        One token's product is summed from registers; its loads go through shared memory only if
+        there are several stages of them.
+        """
+        padded = 0 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length())
+        stage = (padded + matrices * self.block_n) * self.block_k * itemsize
+        if tokens == 1:
+            return stage * (self.num_stages if self.num_stages > 1 else 0) + 1024
+        return stage * _buffers(self.num_stages, capability)
 
 
 Config = TileConfig | SmallConfig

@@ -28,14 +28,14 @@ class Usage:
     instructions: frozenset[str]
 
 
-# Instructions worth knowing about in the PTX.
+# Instructions worth knowing about, as they begin in the PTX.
 MARKERS = (
     "wgmma.mma_async",
     "mma.sync",
     "cp.async.bulk.tensor",
-    "cp.async.ca",
     "cp.async.cg",
-    "red.global",
+    "cp.async.ca",
+    "red.",
     "atom.",
 )
 
@@ -75,7 +75,9 @@ def compile_usage(
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         spills=int(re.search(r"STACK:(\d+)", usage)[1]),
         shared_memory=compiled.metadata.shared,
-        instructions=frozenset(marker for marker in MARKERS if marker in ptx),
+        instructions=frozenset(
+            marker for marker in MARKERS if re.search(rf"[\s]{re.escape(marker)}", ptx)
+        ),
     )
 
 
@@ -86,11 +88,10 @@ def _cuobjdump() -> str:
 TYPE_NAMES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
-def tile_signature(dtype: str, tma_block: tuple[int, int] | None = None) -> dict[str, str]:
-    """Parameter types of `tile_kernel`; `tma_block` when w is a tensor descriptor."""
+def tile_signature(dtype: str) -> dict[str, str]:
+    """Parameter types of `tile_kernel`."""
     kind = TYPE_NAMES[dtype]
-    w = kind if tma_block is None else f"tensordesc<{kind[1:]}[{tma_block[0]},{tma_block[1]}]>"
-    return dict(x=kind, w=w, w_up=kind, bias=kind, order="*i32", count="*i32", M="i32", out=kind)
+    return dict(x=kind, w=kind, w_up=kind, bias=kind, order="*i32", count="*i32", M="i32", out=kind)
 
 
 def small_signature(dtype: str) -> dict[str, str]:

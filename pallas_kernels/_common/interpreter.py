@@ -7,12 +7,15 @@ bfloat16's bits for integers), and results are rounded to bfloat16 afterwards.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_one_at_a_time = threading.Lock()  # the interpreter keeps its grid in a global
 
 
 class _Storage:
@@ -98,7 +101,7 @@ def run(
         inputs = [_Guarded(a) for a in arrays]
         operands = [_Tensor(a.array) for a in [*results[: len(mutable)], *inputs]]
         outputs = [_Tensor(a.array) for a in results[len(mutable) :]]
-        with _device_functions_interpreted():
+        with _one_at_a_time, _device_functions_interpreted():
             _interpreted(kernel.fn)[(grid,)](*operands, *scalars, *outputs, **constants)
         for guarded in [*results, *inputs]:
             guarded.check(kernel.__name__)

@@ -9,11 +9,12 @@ One program reads `BLOCK_N` channels of one group, once, if any token needs the 
 A token whose group is off gets zeros in the same store; its column of the product is discarded.
 """
 
-import triton
 import triton.language as tl
 
+from pallas_kernels._common.jit import jit
 
-@triton.jit
+
+@jit
 def small_kernel(
     x,  # [M, K]
     w,  # [N, K]

@@ -1,9 +1,9 @@
 """The compacted form of the output-pruned GEMMs: one Triton body for `gemm_mn` and `swiglu_up`.
 
-One program computes one tile: `BLOCK_M` active tokens of a group x `BLOCK_N` of its channels.
+A tile is `BLOCK_M` active tokens of a group x `BLOCK_N` of its channels.
 
-    program id -> (band, tile in band) -> (tile_m, group, tile in group) -> rows, columns
-    launch order, BAND = 2, 4 token tiles, 3 channel tiles (numbers are program ids):
+    tile number -> (band, tile in band) -> (tile_m, group, tile in group) -> rows, columns
+    order of tiles, BAND = 2, 4 token tiles, 3 channel tiles:
 
                  channel tile 0   1   2          rows of tile_m for group g:
     band 0  tile_m 0          0   2   4            order[g, tile_m * BLOCK_M + 0 .. BLOCK_M - 1]
@@ -16,22 +16,31 @@ group: x's rows and w's tiles of a band are read from L2, not from memory.
 
 Slots at or past `count[g]` are skipped tokens. Of a group with c = count[g] active tokens,
 ceil(c / BLOCK_M) programs a channel tile compute; they also write the group's zeros, an equal
-share each, before their loop: the stores overlap with the loop's first loads. Where fewer than a
-quarter of the programs compute, each of the others writes the zeros of its own slots instead.
-So every output is written exactly once, and no output has to be cleared first.
+share each. `gemm_mn` stores its first tile of zeros a few rows an iteration of its loop, where
+the stores cost nothing (4 % of the whole if they wait for the end); with two weights the loop has
+no registers to spare, and they go out with the result. Where fewer than a quarter of the programs
+compute, each of the others writes the zeros of its own slots instead. So every output is written
+exactly once, and no output has to be cleared first.
+
+Offsets are 32-bit unless an array passes 2^31 elements (WIDE): 64-bit ones cost a fifth of the
+speed, as every thread then does its address arithmetic in two halves, in the inner loop.
 
 For `swiglu_up` (GLU), rows of w_gate and w_up alternate in the weight tile, so that gate and up
 of a channel land in one thread, next to each other: one MMA of 2 BLOCK_N columns, no shuffle.
 """
 
-import triton
 import triton.language as tl
 
+from pallas_kernels._common.jit import jit
 
-@triton.jit
-def tile_kernel(
+
+@jit
+def one_tile(
+    tile_m,
+    tile_n,
+    tiles_m,
     x,  # [M, K]
-    w,  # [N, K]; a tensor descriptor of tiles [BLOCK_N, BLOCK_K] if TMA
+    w,  # [N, K]
     w_up,  # [N, K], read if GLU
     bias,  # [N], read if HAS_BIAS
     order,  # [GROUPS, M] int32
@@ -44,88 +53,79 @@ def tile_kernel(
     GROUPS: tl.constexpr,
     GLU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    ZERO_ROWS_PER_STEP: tl.constexpr,  # BLOCK_M rows over the loop's steps, a power of two
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
 ):
+    """Compute tile (tile_m, tile_n) of the drawing above, and write its share of zeros."""
     TILES_G: tl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
-    TILES_N: tl.constexpr = GROUPS * TILES_G
     COLUMNS: tl.constexpr = 2 * BLOCK_N if GLU else BLOCK_N
-    pid = tl.program_id(0)
-    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
-    band = pid // (BAND * TILES_N)
-    in_band = pid - band * (BAND * TILES_N)
-    width = tl.minimum(tiles_m - band * BAND, BAND)
-    tile_m = band * BAND + in_band % width
-    tile_n = in_band // width
     group = tile_n // TILES_G
 
     active = tl.load(count + group)
-    group_order = order + group.to(tl.int64) * M
+    group_order = order + group.to(tl.int64) * M if WIDE else order + group * M
     first_column = group * G + (tile_n % TILES_G) * BLOCK_N
     end_column = tl.minimum(group * G + G, N)
     columns = first_column + tl.arange(0, BLOCK_N)
     column_ok = columns < end_column
+    lanes = tl.arange(0, BLOCK_M)
 
+    slots = tile_m * BLOCK_M + lanes
+    rows = tl.load(group_order + slots, mask=slots < M, other=0)
+
+    # Tiles of zeros this program writes: [zero_tile, zero_end) in steps of the computing programs.
     computing = (active + BLOCK_M - 1) // BLOCK_M
-    shared_zeros = computing * 4 >= tiles_m
     computes = tile_m < computing
-    if shared_zeros:
-        # Zero tiles after the computing ones, dealt out to the programs that compute.
-        zero_first = computing + tile_m
-        zero_end = tiles_m
-        zero_step = computing
-        if tile_m >= computing:
-            zero_end = zero_first
-    else:
-        zero_first = tile_m
-        zero_end = tile_m + 1
-        zero_step = tiles_m
-        if tile_m < computing:
-            zero_end = zero_first
-    zeros = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
-    for tile in range(zero_first, zero_end, zero_step):
-        zero_slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        zero_rows = tl.load(group_order + zero_slots, mask=zero_slots < M, other=0).to(tl.int64)
-        tl.store(
-            out + zero_rows[:, None] * N + columns[None, :],
-            zeros,
-            mask=(zero_slots < M)[:, None] & column_ok[None, :],
-        )
+    share = computing * 4 >= tiles_m
+    zero_tile = tl.where(computes, computing + tile_m, tile_m)
+    zero_end = tl.where(computes & share, tiles_m, tl.where(computes | share, 0, tile_m + 1))
+    zero_limit = tl.where(zero_tile < zero_end, M, 0)
+    ZERO_ROWS: tl.constexpr = ZERO_ROWS_PER_STEP if not GLU else BLOCK_M
+    zero_slots = zero_tile * BLOCK_M + tl.arange(0, ZERO_ROWS)
+    zero_rows = tl.load(group_order + zero_slots, mask=zero_slots < zero_limit, other=0)
 
     if computes:
-        slots = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        rows = tl.load(group_order + slots, mask=slots < M, other=0).to(tl.int64)
+        channel = tl.minimum(columns, N - 1)
         k = tl.arange(0, BLOCK_K)
-        x_tile = x + rows[:, None] * K + k[None, :]
-        if not TMA:
-            if GLU:
-                # Rows of the weight tile: gate 0, up 0, gate 1, up 1, ...
-                pair = tl.arange(0, COLUMNS)
-                channel = tl.minimum(first_column + pair // 2, N - 1).to(tl.int64)
-                w_row = tl.where(pair % 2 == 0, w + channel * K, w_up + channel * K)
-            else:
-                w_row = w + tl.minimum(columns, N - 1).to(tl.int64) * K
+        if WIDE:
+            rows = rows.to(tl.int64)
+            channel = channel.to(tl.int64)
+        x_tile = x + (rows[:, None] * K + k[None, :])
+        if GLU:
+            # Rows of the weight tile: gate 0, up 0, gate 1, up 1, ...
+            pair = tl.arange(0, COLUMNS)
+            channel = tl.minimum(first_column + pair // 2, N - 1)
+            if WIDE:
+                channel = channel.to(tl.int64)
+            w_row = tl.where(pair % 2 == 0, w + channel * K, w_up + channel * K)
             w_tile = w_row[None, :] + k[:, None]
+        else:
+            w_tile = w + (channel[None, :] * K + k[:, None])
         acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
         for start in range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
                 a = tl.load(x_tile)
             else:
                 a = tl.load(x_tile, mask=(start + k < K)[None, :], other=0.0)
-            if TMA:
-                b = w.load([first_column, start]).T
-            elif K % BLOCK_K == 0:
+            if K % BLOCK_K == 0:
                 b = tl.load(w_tile)
             else:
                 b = tl.load(w_tile, mask=(start + k < K)[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
             x_tile += BLOCK_K
-            if not TMA:
-                w_tile += BLOCK_K
+            w_tile += BLOCK_K
+            if not GLU:
+                tl.store(
+                    out + (zero_rows.to(tl.int64)[:, None] * N + columns[None, :]),
+                    tl.zeros((ZERO_ROWS, BLOCK_N), out.dtype.element_ty),
+                    mask=(zero_slots < zero_limit)[:, None] & column_ok[None, :],
+                )
+                zero_slots += ZERO_ROWS
+                zero_rows = tl.load(group_order + zero_slots, mask=zero_slots < zero_limit, other=0)
 
         if GLU:
             gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
@@ -136,7 +136,87 @@ def tile_kernel(
             result += tl.load(bias + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
         result = tl.where((slots < active)[:, None], result, 0.0)
         tl.store(
-            out + rows[:, None] * N + columns[None, :],
+            out + (rows.to(tl.int64)[:, None] * N + columns[None, :]),
             result.to(out.dtype.element_ty),
             mask=(slots < M)[:, None] & column_ok[None, :],
         )
+
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
+    step = tl.maximum(computing, 1)
+    if GLU:
+        tl.store(
+            out + (zero_rows.to(tl.int64)[:, None] * N + columns[None, :]),
+            zeros,
+            mask=(zero_slots < zero_limit)[:, None] & column_ok[None, :],
+        )
+        zero_tile += step
+    elif computes:
+        zero_tile += step
+    for tile in range(zero_tile, zero_end, step):
+        more_slots = tile * BLOCK_M + lanes
+        more_rows = tl.load(group_order + more_slots, mask=more_slots < M, other=0)
+        tl.store(
+            out + (more_rows.to(tl.int64)[:, None] * N + columns[None, :]),
+            zeros,
+            mask=(more_slots < M)[:, None] & column_ok[None, :],
+        )
+
+
+@jit
+def tile_kernel(
+    x,  # [M, K]
+    w,  # [N, K]
+    w_up,  # [N, K], read if GLU
+    bias,  # [N], read if HAS_BIAS
+    order,  # [GROUPS, M] int32
+    count,  # [GROUPS] int32
+    M,
+    out,  # [M, N]
+    N: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GLU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    ZERO_ROWS_PER_STEP: tl.constexpr,  # BLOCK_M rows over the loop's steps, a power of two
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    COUNTS: tl.constexpr,  # GROUPS rounded up to a power of two, read if PERSISTENT
+):
+    """One program a tile; or, if PERSISTENT, one a multiprocessor, each walking over its tiles.
+
+    Persistent programs stop at the last tile that some group computes, unless a group computes so
+    few that its zeros are left to the tiles after it: nothing is launched to find nothing to do.
+    """
+    TILES_N: tl.constexpr = GROUPS * ((G + BLOCK_N - 1) // BLOCK_N)
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    if PERSISTENT:
+        lane = tl.arange(0, COUNTS)
+        most = tl.max(tl.load(count + lane, mask=lane < GROUPS, other=0), axis=0)
+        least = tl.min(tl.load(count + lane, mask=lane < GROUPS, other=M), axis=0)
+        shared = (least + BLOCK_M - 1) // BLOCK_M * 4 >= tiles_m
+        last_m = tl.where(shared, (most + BLOCK_M - 1) // BLOCK_M, tiles_m)
+        for tile in range(tl.program_id(0), last_m * TILES_N, tl.num_programs(0)):
+            band = tile // (BAND * TILES_N)
+            in_band = tile - band * (BAND * TILES_N)
+            width = tl.minimum(last_m - band * BAND, BAND)
+            one_tile(
+                band * BAND + in_band % width, in_band // width, tiles_m,
+                x, w, w_up, bias, order, count, M, out, N, K, G, GROUPS, GLU, HAS_BIAS,
+                PRECISION, WIDE, ZERO_ROWS_PER_STEP, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+            )  # fmt: skip
+    else:
+        tile = tl.program_id(0)
+        band = tile // (BAND * TILES_N)
+        in_band = tile - band * (BAND * TILES_N)
+        width = tl.minimum(tiles_m - band * BAND, BAND)
+        one_tile(
+            band * BAND + in_band % width, in_band // width, tiles_m,
+            x, w, w_up, bias, order, count, M, out, N, K, G, GROUPS, GLU, HAS_BIAS,
+            PRECISION, WIDE, ZERO_ROWS_PER_STEP, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels._common.device import current_device
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
@@ -67,10 +68,21 @@ def arguments(
     operands = [x, weights[0], weights[-1], weights[0] if bias is None else bias]
     match config:
         case TileConfig():
-            if config.tma:
-                operands[1] = _descriptor(weights, config)
-            constants |= dict(BLOCK_M=config.block_m, BAND=config.band, TMA=config.tma)
+            wide = max(m * k, n * k, m * layout.groups) >= 2**31
+            constants |= dict(
+                BLOCK_M=config.block_m,
+                BAND=config.band,
+                WIDE=wide,
+                ZERO_ROWS_PER_STEP=triton.next_power_of_2(
+                    triton.cdiv(config.block_m, triton.cdiv(k, config.block_k))
+                ),
+            )
+            constants |= dict(
+                PERSISTENT=config.persistent, COUNTS=triton.next_power_of_2(layout.groups)
+            )
             grid = triton.cdiv(m, config.block_m) * tiles_n
+            if config.persistent:
+                grid = min(grid, current_device().multiprocessors)
             return [*operands, layout.order, layout.count], constants, grid
         case SmallConfig():
             if m > SMALL_TOKENS:
@@ -79,28 +91,21 @@ def arguments(
             return [*operands, layout.mask], constants, tiles_n
 
 
-def _descriptor(weights: tuple[Array, ...], config: TileConfig) -> Any:
-    if len(weights) == 2:
-        raise NotImplementedError("tma: gate and up rows alternate in one tile; use tma=False")
-    if triton_support.interpreting.get():
-        raise NotImplementedError("tma: the interpreter has no tensor descriptors")
-    jax_triton = triton_support.load()
-    return jax_triton.TensorDescriptor.from_array(weights[0], (config.block_n, config.block_k))
-
-
 def zero_skipped(
     y: Float[Array, "M N"], mask: Bool[Array, "M groups"], group_size: int
 ) -> Float[Array, "M N"]:
     """`where(mask, y, 0)` by writing the skipped pairs only, in y's own buffer."""
     m, n = y.shape
-    block_m, block_n = 32, min(256, triton.next_power_of_2(n))
+    groups = mask.shape[1]
+    block_m = 64 if m > 64 else 4
+    block_n = min(256, triton.next_power_of_2(group_size))
     (y,) = triton_support.launch(
         zero_kernel,
         [mask],
         [m],
         [],
-        grid=triton.cdiv(m, block_m) * triton.cdiv(n, block_n),
-        constants=dict(N=n, G=group_size, GROUPS=mask.shape[1], BLOCK_M=block_m, BLOCK_N=block_n),
+        grid=triton.cdiv(m, block_m) * groups,
+        constants=dict(N=n, G=group_size, GROUPS=groups, BLOCK_M=block_m, BLOCK_N=block_n),
         num_warps=4,
         num_stages=1,
         in_place=[y],

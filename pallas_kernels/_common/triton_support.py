@@ -9,6 +9,7 @@ import contextvars
 import functools
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,20 +91,22 @@ def launch(
 
             return interpreter.run(kernel, mutable, arrays, scalars, out, grid, constants)
         jax_triton = load()
-        refs = [jax.new_ref(array) for array in mutable]
-        results = jax_triton.triton_call(
-            *refs,
-            *arrays,
-            *scalars,
-            kernel=kernel,
-            out_type=list(out),
-            grid=grid,
-            name=name,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **constants,
-        )
-        return [*(jax.freeze(ref) for ref in refs), *results]
+        with warnings.catch_warnings():
+            # Its successor, `jax.Ref` arguments, has no rule inside `custom_jvp` (jax 0.11.2).
+            warnings.filterwarnings("ignore", message="input_output_aliases is deprecated")
+            return jax_triton.triton_call(
+                *mutable,
+                *arrays,
+                *scalars,
+                kernel=kernel,
+                out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in mutable] + list(out),
+                grid=grid,
+                name=name,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                input_output_aliases={i: i for i in range(len(mutable))},
+                **constants,
+            )
 
     return not_differentiable(run, name)(list(in_place), list(arrays))
 

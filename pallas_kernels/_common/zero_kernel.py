@@ -1,17 +1,18 @@
 """Clearing the skipped (token, group) pairs of a finished product, in place.
 
-The dense path of `gemm_mn` multiplies everything and then needs zeros where the mask is off.
-`where(mask, y, 0)` would read and write all of y; this writes the skipped pairs only: nothing at
-0 % sparsity, where the dense path is chosen.
+The dense path multiplies everything and then needs zeros where the mask is off. `where(mask, y, 0)`
+would read and write all of y; this reads the mask and writes the skipped pairs only: next to
+nothing at 0 % sparsity, where the dense path is chosen.
 
-    program id -> (token block of BLOCK_M, column block of BLOCK_N)
+    program id -> (block of BLOCK_M tokens, group);   G channels, BLOCK_N at a time
 """
 
-import triton
 import triton.language as tl
 
+from pallas_kernels._common.jit import jit
 
-@triton.jit
+
+@jit
 def zero_kernel(
     y,  # [M, N], updated in place
     mask,  # [M, GROUPS] bool
@@ -22,12 +23,16 @@ def zero_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
-    rows = pid // BLOCKS_N * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = pid % BLOCKS_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok = (rows < M)[:, None] & (columns < N)[None, :]
-    wide_rows = rows.to(tl.int64)[:, None]
-    on = tl.load(mask + wide_rows * GROUPS + (columns // G)[None, :], mask=ok, other=1)
-    zeros = tl.zeros((BLOCK_M, BLOCK_N), y.dtype.element_ty)
-    tl.store(y + wide_rows * N + columns[None, :], zeros, mask=ok & (on.to(tl.int32) == 0))
+    group = pid % GROUPS
+    rows = (pid // GROUPS * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    on = tl.load(mask + rows * GROUPS + group, mask=rows < M, other=1).to(tl.int32)
+    if tl.min(on, axis=0) == 0:
+        for start in range(0, G, BLOCK_N):
+            columns = group * G + start + tl.arange(0, BLOCK_N)
+            column_ok = columns < tl.minimum(group * G + G, N)
+            tl.store(
+                y + (rows[:, None] * N + columns[None, :]),
+                tl.zeros((BLOCK_M, BLOCK_N), y.dtype.element_ty),
+                mask=(on == 0)[:, None] & column_ok[None, :],
+            )

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels._common import triton_support
-from pallas_kernels._common.device import current_device
-from pallas_kernels.gemm_mn.reference import expand
+from pallas_kernels._common.masking import clear_skipped
 
 
 def gemm_mn(
@@ -21,11 +19,4 @@ def gemm_mn(
     y = jnp.einsum("mk,nk->mn", x, w, precision=precision)
     if bias is not None:
         y = y + bias
-    capability = current_device().capability
-    if triton_support.interpreting.get() or (
-        capability is not None and float(capability) >= 8.0 and triton_support.available()
-    ):
-        from pallas_kernels._common.triton_gemm import zero_skipped
-
-        return zero_skipped(y, mask, group_size)
-    return jnp.where(expand(mask, w.shape[0], group_size), y, jnp.zeros((), y.dtype))
+    return clear_skipped(y, mask, group_size)

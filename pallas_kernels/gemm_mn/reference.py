@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels._common.masking import expand
+
 
 def gemm_mn(
     x: Float[Array, "M K"],
@@ -22,8 +24,3 @@ def gemm_mn(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return jnp.where(expand(mask, w.shape[0], group_size), y, 0.0).astype(x.dtype)
-
-
-def expand(mask: Bool[Array, "M groups"], n: int, group_size: int) -> Bool[Array, "M N"]:
-    """The group mask repeated over each group's `group_size` channels, cut to n channels."""
-    return jnp.repeat(mask, group_size, axis=1)[:, :n]

@@ -33,12 +33,13 @@ def order_tokens(
 
     def place(active_ref, before_ref, count_ref, order_ref):
         block, group_block = pl.program_id(0), pl.program_id(1)
-        token = block * BLOCK_M + jax.lax.broadcasted_iota(jnp.int32, (BLOCK_M, BLOCK_G), 0)
-        group = group_block * BLOCK_G + jax.lax.broadcasted_iota(jnp.int32, (BLOCK_M, BLOCK_G), 1)
-        on = active_ref[...]
-        rank = jnp.cumsum(on, axis=0) - on
-        start = before_ref[...].reshape(1, BLOCK_G)
-        total = count_ref[...].reshape(1, BLOCK_G)
+        shape = (BLOCK_G, BLOCK_M)  # neighbouring threads hold neighbouring tokens
+        token = block * BLOCK_M + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        group = group_block * BLOCK_G + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        on = active_ref[...].T
+        rank = jnp.cumsum(on, axis=1) - on
+        start = before_ref[...].reshape(BLOCK_G, 1)
+        total = count_ref[...].reshape(BLOCK_G, 1)
         slot = jnp.where(on != 0, start + rank, total + (token - start - rank))
         # Padding goes out of range, where the masked store drops it.
         ok = (token < tokens) & (group < groups)

@@ -15,12 +15,13 @@ from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.jit import jit
 
 BLOCK_M = 256
 BLOCK_G = 16
 
 
-@triton.jit
+@jit
 def count_kernel(
     mask, M, partial, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr
 ):
@@ -36,7 +37,7 @@ def count_kernel(
     tl.store(partial + block * GROUPS + groups, total, mask=groups < GROUPS)
 
 
-@triton.jit
+@jit
 def place_kernel(
     mask,
     partial,
@@ -67,18 +68,26 @@ def place_kernel(
         tl.store(count + groups, total, mask=group_ok)
 
     first = block * BLOCK_M
-    tokens = first + tl.arange(0, BLOCK_M)
-    ok = (tokens < M)[:, None] & group_ok[None, :]
-    wide = tokens.to(tl.int64)
-    loaded = tl.load(mask + wide[:, None] * GROUPS + groups[None, :], mask=ok, other=0)
-    on = loaded.to(tl.int32)
-    rank = tl.cumsum(on, axis=0) - on
-    skipped_rank = tl.arange(0, BLOCK_M)[:, None] - rank
-    slot = tl.where(
-        on != 0, before[None, :] + rank, (total + first - before)[None, :] + skipped_rank
+    tokens = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+    loaded = tl.load(
+        mask + tokens[:, None] * GROUPS + groups[None, :],
+        mask=(tokens < M)[:, None] & group_ok[None, :],
+        other=0,
     )
-    value = tl.broadcast_to(tokens[:, None], (BLOCK_M, BLOCK_G))
-    tl.store(order + groups.to(tl.int64)[None, :] * M + slot, value, mask=ok)
+    # From here on a row is a group: neighbouring threads hold neighbouring tokens, whose slots
+    # are neighbours too, so the scattered stores fill whole sectors.
+    on = tl.trans(loaded.to(tl.int32))
+    rank = tl.cumsum(on, axis=1) - on
+    skipped_rank = tl.arange(0, BLOCK_M)[None, :] - rank
+    slot = tl.where(
+        on != 0, before[:, None] + rank, (total + first - before)[:, None] + skipped_rank
+    )
+    value = tl.broadcast_to((first + tl.arange(0, BLOCK_M))[None, :], (BLOCK_G, BLOCK_M))
+    tl.store(
+        order + groups.to(tl.int64)[:, None] * M + slot,
+        value,
+        mask=group_ok[:, None] & (tokens < M)[None, :],
+    )
 
 
 def order_tokens(

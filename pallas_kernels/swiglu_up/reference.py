@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.gemm_mn.reference import expand
+from pallas_kernels._common.masking import expand
 
 
 def swiglu_up(

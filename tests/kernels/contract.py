@@ -126,13 +126,15 @@ def error_bound(op: OpUnderTest, operands, layout, shape: Shape, exact: jax.Arra
     return 1.5 * relative_error(dense, exact) + 1e-4
 
 
-def check(op: OpUnderTest, implementation: str, shape: Shape, dtype: str, mask: jax.Array) -> None:
+def check(
+    op: OpUnderTest, implementation: str, shape: Shape, dtype: str, mask: jax.Array, config=None
+) -> None:
     """Right values where the mask is on, exact zeros where it is off, ten equal calls."""
     operands = op.operands(shape, dtype)
     layout = pallas_kernels.mask_layout(mask, implementation="xla")
     exact = op.exact(operands, layout, shape)
     poison_memory()
-    y = op(operands, layout, shape, implementation)
+    y = op(operands, layout, shape, implementation, config)
     assert y.shape == (shape.m, shape.n)
     assert y.dtype == operands[0].dtype
     assert not np.any(np.asarray(y, np.float32)[~expanded(mask, shape)])

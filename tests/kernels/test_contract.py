@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels._common.config import SmallConfig, TileConfig
 from pallas_kernels._common.testing import PATTERNS, random_mask
 from tests.kernels.cases import GROUPED, MODEL_SHAPES, PATTERN_SHAPE, TOKENS
 from tests.kernels.contract import (
@@ -38,6 +39,23 @@ def half(shape: Shape) -> jax.Array:
 def test_mask_patterns(op, implementation, pattern):
     mask = PATTERNS[pattern](KEY, PATTERN_SHAPE.m, PATTERN_SHAPE.groups)
     check(op, implementation, PATTERN_SHAPE, "bfloat16", mask)
+
+
+# Small tiles, so that small shapes have several tiles, bands and walks of a persistent program.
+OWN_CONFIGS = (
+    TileConfig(32, 16, 32, 4, 2, band=2),
+    TileConfig(16, 32, 16, 4, 2, band=3, persistent=True),
+    SmallConfig(16, 32, 4, 2),
+)
+
+
+@each_op
+@pytest.mark.parametrize("config", OWN_CONFIGS, ids=str)
+@pytest.mark.parametrize("pattern", ["half", "few", "ragged", "last_tile_partial", "all_off"])
+def test_configs_change_speed_only(op, config, pattern):
+    shape = PATTERN_SHAPE if isinstance(config, TileConfig) else Shape(40, 96, 72, 32)
+    mask = PATTERNS[pattern](KEY, shape.m, shape.groups)
+    check(op, "triton", shape, "bfloat16", mask, config)
 
 
 @each_op

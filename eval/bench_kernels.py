@@ -1,0 +1,283 @@
+"""`wide bench kernels`: the pruned ops beside dense, ideal, gather-scatter and grouped GEMM.
+
+One JSON line a measurement (suite `kernels`), a table on the terminal, and plots. The mask layout
+is timed by itself and charged to no op: the ops of a sublayer share it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import pallas_kernels
+from eval import records
+from eval.kernel_problems import (
+    CASES,
+    COLD_BYTES,
+    MaskKind,
+    Product,
+    dense,
+    gather_scatter,
+    make_mask,
+    operands,
+    product,
+    pruned,
+    ragged,
+)
+from eval.kernel_timing import Compiled, Timing, compile_all, time_interleaved
+from pallas_kernels import dispatch
+from pallas_kernels._common.config import to_json
+from pallas_kernels._common.device import current_device
+from pallas_kernels._common.testing import relative_error
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig:
+    """What `wide bench kernels` measures and where results go."""
+
+    json: Path | None = None  # JSON lines are appended here
+    plots: Path | None = None  # folder for the roofline and the speedup plot
+    model: str = "llama-3.1-8b"
+    tokens: tuple[int, ...] = (1, 8, 64, 512, 2048, 16384)
+    groups: tuple[int, ...] = (32, 128, 256, 512)
+    sparsities: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
+    masks: tuple[MaskKind, ...] = ("random", "clustered")
+    # gather-scatter and grouped GEMM too, at 50 % random, for these sizes
+    naive_tokens: tuple[int, ...] = (512, 16384)
+    naive_groups: tuple[int, ...] = (128, 512)
+    error_tokens: int = 512  # errors against float32 are computed up to this many tokens
+    rounds: int = 30
+
+
+def main(config: BenchConfig) -> list[dict[str, Any]]:
+    """Measure, print, write; returns the records. Raises without a GPU: nothing is simulated."""
+    device = current_device()
+    if device.capability is None:
+        raise RuntimeError(f"wide bench kernels needs a CUDA device; this one is {device.kind}")
+    console = Console()
+    common = records.common_fields("kernels")
+    common["commit"] = common["commit"] or os.environ.get("WIDE_COMMIT")
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        record = common | row
+        rows.append(record)
+        if config.json is not None:
+            records.append_record(config.json, record)
+
+    keep(copy_record(config.rounds))
+    for groups in (8, 112, 224, 448):
+        for row in layout_records(max(config.tokens), groups, config.rounds):
+            keep(row)
+    shapes = [(op, m, g) for op in CASES for m in config.tokens for g in config.groups]
+    with Progress(console=console) as progress:
+        task = progress.add_task("kernels", total=len(shapes))
+        for op, m, group in shapes:
+            progress.update(task, description=f"{op} m={m} group={group}")
+            for row in product_records(product(op, m, group, config.model), config, console):
+                keep(row)
+            progress.advance(task)
+    console.print(table(rows))
+    if config.plots is not None:
+        from eval.kernel_plots import write_plots
+
+        for path in write_plots(rows, config.plots):
+            console.print(f"wrote {path}")
+    return rows
+
+
+def copy_record(rounds: int) -> dict[str, Any]:
+    """The device's copy bandwidth, the ceiling of everything bound by memory."""
+    nbytes = 256 << 20
+    sources = [jnp.full(nbytes // 4, i, jnp.float32) for i in range(4)]
+    compiled, failed = compile_all({"copy": (jnp.copy, (sources[0],))})
+    if failed:
+        raise failed["copy"]
+    timing = time_interleaved({"copy": (compiled["copy"], [(s,) for s in sources])}, rounds)["copy"]
+    return {
+        "op": "copy",
+        "case": "copy",
+        "shape": {"bytes": nbytes},
+        "dtype": "float32",
+        "sparsity": 0.0,
+        "mask": "none",
+        "implementation": "xla",
+        "ms": timing.ms,
+        "samples_ms": timing.samples_ms,
+        "bytes": 2 * nbytes,
+        "flops": 0,
+    }
+
+
+def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Time of `mask_layout` by every implementation that runs here."""
+    mask = make_mask("random", Product("gemm_mn", m, groups, 1, 1), 0.5)
+    functions = {}
+    for name in ("xla", "pallas", "triton"):
+
+        def order(mask, name=name):
+            layout = pallas_kernels.mask_layout(mask, implementation=name)
+            return layout.order, layout.count
+
+        functions[name] = (order, (mask,))
+    compiled, failed = compile_all(functions)
+    if failed:
+        raise next(iter(failed.values()))
+    timings = time_interleaved({n: (c, [(mask,)]) for n, c in compiled.items()}, rounds)
+    chosen = pallas_kernels.layout.api.default_layout_implementation()
+    for name, timing in timings.items():
+        yield {
+            "op": "mask_layout",
+            "case": "layout",
+            "shape": {"m": m, "groups": groups},
+            "dtype": "bool",
+            "sparsity": 0.5,
+            "mask": "random",
+            "implementation": name,
+            "dispatched": name == chosen,
+            "ms": timing.ms,
+            "samples_ms": timing.samples_ms,
+            "bytes": mask.size * 5,
+            "flops": 0,
+        }
+
+
+def product_records(
+    problem: Product, config: BenchConfig, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Every sparsity and mask of one product: what dispatch picks, the kernel, the baselines."""
+    x, weights = operands(problem)
+    zero = pallas_kernels.mask_layout(make_mask("random", problem, 0.0))
+    cells = []
+    functions = {
+        "dense": (dense(problem), (x, weights[0], zero)),
+        "dense+zeros": (pruned(problem, "dense"), (x, weights[0], zero)),
+    }
+    for s in config.sparsities:
+        choice = pallas_kernels.explain(
+            problem.op,
+            m=problem.m,
+            n=problem.n,
+            k=problem.k,
+            group=problem.group,
+            dtype=problem.dtype,
+            expected_sparsity=s,
+        )
+        facts = dispatch.Problem(
+            problem.op, problem.m, problem.n, problem.k, problem.group, problem.dtype, s
+        )
+        kernel = dispatch.config_for(facts)
+        functions[str(kernel)] = (pruned(problem, "triton", kernel), (x, weights[0], zero))
+        for kind in config.masks[:1] if s == 0.0 else config.masks:
+            cells.append((s, kind, choice, kernel))
+    compiled, failed = compile_all(functions, workers=14)
+    for name, error in failed.items():
+        raise RuntimeError(f"{problem}: {name} does not run") from error
+    masks = [make_mask(kind, problem, s) for s, kind, _, _ in cells]
+    layouts = [pallas_kernels.mask_layout(mask) for mask in masks]
+    turns = {}
+    for i, (_, _, _, kernel) in enumerate(cells):
+        sets = [(x, w, layouts[i]) for w in weights]
+        for name in ("dense", "dense+zeros", str(kernel)):
+            turns[i, name] = (compiled[name], sets)
+    timings = time_interleaved(turns, config.rounds)
+    for i, (s, kind, _, _) in enumerate(cells):
+        naive = problem.m in config.naive_tokens and problem.group in config.naive_groups
+        if naive and s == 0.5 and kind == "random":
+            arguments = (x, weights[0], layouts[i])
+            extra = _naive(problem, layouts[i], arguments, console)
+            both = {(i, name): (contender, [arguments]) for name, contender in extra.items()}
+            timings |= time_interleaved(both, min(config.rounds, 10))
+            turns |= both
+    expected = {}
+    if problem.m <= config.error_tokens:
+        wide = tuple(a.astype(jnp.float32) for a in (x, *weights[0]))
+        for i, (_, kind, _, _) in enumerate(cells):
+            if kind == "random" and bool(masks[i].any()):
+                expected[i] = pruned(problem, "reference")(wide[0], wide[1:], layouts[i])
+    for (i, name), (contender, sets) in turns.items():
+        s, kind, choice, kernel = cells[i]
+        dispatched = "dense+zeros" if choice.implementation == "dense" else str(kernel)
+        row = _row(problem, masks[i], s, kind, timings[i, name], timings[i, "dense"])
+        named = {str(kernel): "triton", "dense+zeros": "dense", "dense": "dense-unmasked"}
+        row["implementation"] = named.get(name, name)
+        row["dispatched"] = name == dispatched
+        row["config"] = to_json(kernel) if name == str(kernel) else None
+        row["temporary_bytes"] = contender.temporary_bytes
+        row["peak_bytes"] = contender.temporary_bytes + contender.output_bytes
+        row["rel_error"] = None
+        if i in expected and name != "dense":
+            row["rel_error"] = relative_error(contender.call(*sets[0]), expected[i])
+        yield row
+
+
+def _naive(problem: Product, layout, arguments, console: Console) -> dict[str, Compiled]:
+    """The naive baselines compiled for this mask; the ones that do not fit are printed."""
+    capacity = int(layout.count.max())
+    functions = {
+        "gather-scatter": (gather_scatter(problem, capacity), arguments),
+        "ragged_dot": (ragged(problem, capacity), arguments),
+    }
+    compiled, failed = compile_all(functions, workers=2)
+    for name, error in failed.items():
+        console.print(f"  not run: {name} on {problem}: {repr(error)[:200]}")
+    return compiled
+
+
+def _row(
+    problem: Product, mask: jax.Array, s: float, kind: str, timing: Timing, baseline: Timing
+) -> dict[str, Any]:
+    kept = float(mask.mean())
+    return {
+        "op": problem.op,
+        "case": CASES[problem.op],
+        "shape": {"m": problem.m, "n": problem.n, "k": problem.k, "group": problem.group},
+        "expected_sparsity": s,
+        "dtype": problem.dtype,
+        "sparsity": 1.0 - kept,
+        "mask": kind if s > 0.0 else "all_on",
+        "ms": timing.ms,
+        "samples_ms": timing.samples_ms,
+        "dense_ms": baseline.ms,
+        "dense": "XLA (cuBLAS), unmasked, in turns with the op",
+        "ideal_ms": baseline.ms * kept if problem.m > dispatch.SMALL_TOKENS else None,
+        "speedup": baseline.ms / timing.ms,
+        "includes_layout": False,
+        "cold_l2": problem.weight_sets > 1 or problem.weight_bytes > COLD_BYTES // 2,
+        **problem.active(mask),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """What dispatch picked, one line a cell."""
+    out = Table(title="pruned ops, device time")
+    for column in ("op", "tokens", "group", "sparsity", "mask", "runs", "ms", "dense ms", "x"):
+        out.add_column(column, justify="left" if column in ("op", "mask", "runs") else "right")
+    for row in rows:
+        if row["op"] in ("copy", "mask_layout"):
+            shape = row["shape"]
+            size = str(shape.get("groups", ""))
+            tokens = str(shape.get("m", ""))
+            name = row["implementation"]
+            out.add_row(row["op"], tokens, size, "", "", name, f"{row['ms']:.4f}", "", "")
+        elif row["dispatched"]:
+            shape = row["shape"]
+            out.add_row(
+                row["op"],
+                str(shape["m"]),
+                str(shape["group"]),
+                f"{row['sparsity']:.2f}",
+                row["mask"],
+                row["implementation"],
+                f"{row['ms']:.4f}",
+                f"{row['dense_ms']:.4f}",
+                f"{row['speedup']:.2f}",
+            )
+    return out

@@ -1,0 +1,94 @@
+"""The roofline and the speedup plot of a kernel benchmark's records."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+
+# Bytes a second and FLOPs a second of the best dense runs among the records are the roof.
+MARKERS = {"gemm_mn": "o", "swiglu_up": "s"}
+
+
+def write_plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write `kernels_speedup.png` and `kernels_roofline.png`; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "kernels_speedup.png", folder / "kernels_roofline.png"]
+    speedup_figure(rows).savefig(paths[0], dpi=130)
+    roofline_figure(rows).savefig(paths[1], dpi=130)
+    return paths
+
+
+def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
+    """Speedup over dense by group size at the longest input, one line a sparsity."""
+    products = [r for r in rows if r["op"] in MARKERS and r["dispatched"] and r["mask"] != "none"]
+    longest = max(r["shape"]["m"] for r in products)
+    figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, op in zip(figure.subplots(1, len(MARKERS), sharey=True), MARKERS, strict=True):
+        for sparsity in sorted({r["expected_sparsity"] for r in products}):
+            cells = sorted(
+                (r["shape"]["group"], r["speedup"])
+                for r in products
+                if r["op"] == op
+                and r["shape"]["m"] == longest
+                and r["expected_sparsity"] == sparsity
+                and r["mask"] in ("random", "all_on")
+            )
+            if cells:
+                line = axes.plot(*zip(*cells, strict=True), marker="o", label=f"{sparsity:.0%}")
+                if sparsity < 1.0:
+                    ideal = 1.0 / (1.0 - sparsity)
+                    axes.axhline(ideal, color=line[0].get_color(), linestyle=":", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("channels per group")
+        axes.set_title(f"{op}, {longest:,} tokens, random masks")
+        axes.grid(alpha=0.3)
+        axes.legend(title="skipped (dotted: ideal)", fontsize=8)
+        axes.set_ylabel("speedup over dense")
+    return figure
+
+
+def roofline_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
+    """FLOP/s of the active work over its FLOPs per byte, under the measured roof."""
+    copies = [r for r in rows if r["op"] == "copy"]
+    bandwidth = max(r["bytes"] / r["ms"] for r in copies) * 1e3
+    every = [r for r in rows if r["op"] in MARKERS]
+    peak = (
+        max(
+            2
+            * r["shape"]["m"]
+            * r["shape"]["n"]
+            * r["shape"]["k"]
+            * (1 + (r["op"] == "swiglu_up"))
+            / r["ms"]
+            for r in every
+            if r["implementation"] == "dense-unmasked"
+        )
+        * 1e3
+    )
+    figure = matplotlib.figure.Figure(figsize=(7, 4.8), layout="constrained")
+    axes = figure.subplots()
+    intensity = [0.3, peak / bandwidth, 2e4]
+    axes.plot(intensity, [min(peak, bandwidth * i) / 1e12 for i in intensity], color="black")
+    for op, marker in MARKERS.items():
+        cells = [r for r in every if r["op"] == op and r["dispatched"] and r["flops"]]
+        axes.scatter(
+            [r["flops"] / r["bytes"] for r in cells],
+            [r["flops"] / r["ms"] * 1e3 / 1e12 for r in cells],
+            c=[r["expected_sparsity"] for r in cells],
+            cmap="viridis",
+            vmin=0.0,
+            vmax=1.0,
+            marker=marker,
+            s=18,
+            label=op,
+        )
+    figure.colorbar(axes.collections[-1], label="skipped")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("active FLOPs per byte that must move")
+    axes.set_ylabel("TFLOP/s of active work")
+    axes.set_title(f"roof: {bandwidth / 1e12:.2f} TB/s copy, {peak / 1e12:.0f} TFLOP/s dense")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

@@ -1,0 +1,134 @@
+"""Device time of single ops, from the profiler's record of every kernel that ran.
+
+Contenders take turns, call by call, so that clocks and power wander for all of them alike. A
+call's time is the sum of the durations of its kernels: no launch gaps, no host. Inputs that would
+fit the L2 cache have to be rotated over by the caller (several argument sets).
+"""
+
+import collections
+import contextvars
+import dataclasses
+import glob
+import itertools
+import statistics
+import tempfile
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled function, found again in a profile by the name of its module."""
+
+    call: Callable[..., Any]
+    module: str
+    temporary_bytes: int
+    output_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of device time of one call: every sample, and their median."""
+
+    samples_ms: tuple[float, ...]
+
+    @property
+    def ms(self) -> float:
+        """Median, milliseconds."""
+        return statistics.median(self.samples_ms)
+
+
+def compile_all(
+    functions: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int = 8
+) -> tuple[dict[str, Compiled], dict[str, Exception]]:
+    """Compile `name -> (function, example arguments)` side by side, and run each once.
+
+    Returns the compiled functions and, for those that do not compile or launch, the error.
+    """
+
+    def compile_one(item):
+        function, arguments = item
+        module = f"contender_{next(_numbers)}"
+
+        def run(*args):
+            return function(*args)
+
+        run.__name__ = module
+        compiled = jax.jit(run).lower(*arguments).compile()
+        jax.block_until_ready(compiled(*arguments))
+        memory = compiled.memory_analysis()
+        return Compiled(
+            compiled,
+            f"jit_{module}",
+            memory.temp_size_in_bytes,
+            memory.output_size_in_bytes,
+        )
+
+    done: dict[str, Compiled] = {}
+    failed: dict[str, Exception] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        futures = {
+            name: pool.submit(contextvars.copy_context().run, compile_one, item)
+            for name, item in functions.items()
+        }
+        for name, future in futures.items():
+            try:
+                done[name] = future.result()
+            except Exception as error:  # whatever stops a compile or launch is a result here
+                failed[name] = error
+    return done, failed
+
+
+def time_interleaved[Name: Hashable](
+    contenders: Mapping[Name, tuple[Compiled, Sequence[tuple[Any, ...]]]], rounds: int = 30
+) -> dict[Name, Timing]:
+    """Time `name -> (compiled, argument sets)` in turns; `rounds` samples each.
+
+    Raises `RuntimeError` where the profiler saw no kernels: there is no other clock here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for i in range(rounds):
+                out = None
+                for compiled, sets in contenders.values():
+                    out = compiled.call(*sets[i % len(sets)])
+                jax.block_until_ready(out)
+        files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        kernels = _kernel_durations(files)
+    sharing = collections.defaultdict(list)  # contenders of one compiled function, in call order
+    for name, (compiled, _) in contenders.items():
+        sharing[compiled.module].append(name)
+    timings = {}
+    for module, names in sharing.items():
+        durations = kernels.get(module, [])
+        a_call, left_over = divmod(len(durations), rounds * len(names))
+        if a_call == 0 or left_over:
+            raise RuntimeError(
+                f"the profile has {len(durations)} kernels for {rounds} calls of each of {names}"
+            )
+        calls = [sum(durations[i : i + a_call]) for i in range(0, len(durations), a_call)]
+        for j, name in enumerate(names):
+            timings[name] = Timing(tuple(ns * 1e-6 for ns in calls[j :: len(names)]))
+    return timings
+
+
+def _kernel_durations(files: Sequence[str]) -> dict[str, list[float]]:
+    """Nanoseconds of every kernel and memory operation on a GPU stream, by module, in order."""
+    events: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    for file in files:
+        for plane in ProfileData.from_file(file).planes:
+            if "GPU" not in plane.name:
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    module = dict(event.stats).get("hlo_module")
+                    events[str(module)].append((event.start_ns, event.duration_ns))
+    return {module: [d for _, d in sorted(found)] for module, found in events.items()}

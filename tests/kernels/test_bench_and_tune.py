@@ -1,0 +1,157 @@
+"""The benchmark and the tuner, end to end on tiny shapes with a fake clock: what they write."""
+
+import json
+
+import pytest
+
+import eval.bench_kernels
+import eval.tune_kernels
+from eval import records
+from eval.bench_kernels import BenchConfig
+from eval.kernel_plots import write_plots
+from eval.kernel_timing import Timing, compile_all, time_interleaved
+from eval.tune_kernels import TuneConfig, candidates
+from pallas_kernels._common import tuned
+from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES
+from pallas_kernels._common.shapes import GemmShape
+from pallas_kernels._common.testing import interpreted
+
+TINY = GemmShape(n=64, k=32, group=32)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Kernels in their interpreters, an H200 by name, and every contender slower than the last."""
+
+    def clock(contenders, rounds=30):
+        return {name: Timing((1.0 + i,) * rounds) for i, name in enumerate(contenders)}
+
+    for module in (eval.bench_kernels, eval.tune_kernels):
+        monkeypatch.setattr(module, "current_device", lambda: H200)
+        monkeypatch.setattr(module, "time_interleaved", clock)
+    monkeypatch.setattr(eval.tune_kernels, "ONE_TOKEN", ((16, 32, 4, 1),))
+    monkeypatch.setattr(eval.tune_kernels, "TILES", ((32, 32, 32, 4, 2, (2, 4)),))
+    monkeypatch.setattr("eval.kernel_problems.QUERY_SHAPES", {"tiny": TINY})
+    monkeypatch.setattr("eval.kernel_problems.FFN_SHAPES", {"tiny": TINY})
+    monkeypatch.setattr("eval.kernel_problems.COLD_BYTES", 10_000)
+    with interpreted():
+        yield
+
+
+def tune_config(folder):
+    return TuneConfig(
+        out=folder,
+        model="tiny",
+        tokens=(1, 70),
+        query_groups=(32,),
+        ffn_groups=(16,),
+        sparsities=(0.0, 0.5),
+        rounds=2,
+    )
+
+
+def test_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path, monkeypatch):
+    table = eval.tune_kernels.main(tune_config(tmp_path))
+    path = tmp_path / "nvidia_h200.json"
+    assert tuned.read(path.read_text()) == table
+    assert table.measured
+    assert {(*entry.key[:6], entry.sparsity) for entry in table.entries} == {
+        (op, "bfloat16", m, 64, 32, group, s)
+        for op, group in (("gemm_mn", 32), ("swiglu_up", 16))
+        for m in (1, 70)
+        for s in (0.0, 0.5)
+    }
+    assert all(entry.implementation == "dense" for entry in table.entries)  # by the fake clock
+    assert all(entry.config is not None for entry in table.entries)
+
+    # A second run measures only what is missing.
+    kept = [e for e in table.entries if (e.m, e.sparsity) != (70, 0.5)]
+    data = json.loads(path.read_text())
+    data["entries"] = [e for e in data["entries"] if (e["m"], e["sparsity"]) != (70, 0.5)]
+    path.write_text(json.dumps(data))
+    measured = []
+    tune = eval.tune_kernels.tune
+
+    def counting(problem, sparsities, *args):
+        measured.append((problem.op, problem.m, tuple(sparsities)))
+        return tune(problem, sparsities, *args)
+
+    monkeypatch.setattr(eval.tune_kernels, "tune", counting)
+    again = eval.tune_kernels.main(tune_config(tmp_path))
+    assert measured == [("gemm_mn", 70, (0.5,)), ("swiglu_up", 70, (0.5,))]
+    assert set(again.entries) >= set(kept)
+    assert len(again.entries) == len(table.entries)
+
+
+def test_tuner_stops_at_a_wrong_kernel(fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval.tune_kernels, "relative_error", lambda a, b: float("nan"))
+    with pytest.raises(RuntimeError, match="differs from dense by nan"):
+        eval.tune_kernels.main(tune_config(tmp_path))
+
+
+def test_candidates_fit_every_card():
+    for device in KNOWN_DEVICES:
+        for op in ("gemm_mn", "swiglu_up"):
+            for m in (1, 8, 64, 16384):
+                for group in (128, 512):
+                    problem = eval.tune_kernels.product(op, m, group)
+                    found = candidates(problem, device)
+                    assert found, (device, problem)
+                    assert all(config.block_n <= group for config in found)
+
+
+def test_benchmark_writes_complete_records_and_plots(fake_gpu, tmp_path):
+    path = tmp_path / "kernels.jsonl"
+    config = BenchConfig(
+        json=path,
+        plots=tmp_path,
+        model="tiny",
+        tokens=(1, 70),
+        groups=(32, 64),
+        sparsities=(0.0, 0.5),
+        naive_tokens=(1, 70),
+        naive_groups=(64,),
+        rounds=2,
+    )
+    rows = eval.bench_kernels.main(config)
+    written = [record for _, record in records.read_records(path)]
+    assert len(written) == len(rows)
+    products = [r for r in written if r["op"] in ("gemm_mn", "swiglu_up")]
+    cells = {(r["op"], r["shape"]["m"], r["shape"]["group"], r["sparsity"]) for r in products}
+    assert len(cells) >= 12
+    for row in products:
+        assert row["speedup"] == row["dense_ms"] / row["ms"]
+        assert row["includes_layout"] is False
+        if row["rel_error"] is not None:
+            assert row["rel_error"] < 1e-2
+    naive = {r["implementation"] for r in products if r["shape"]["group"] == 64}
+    assert {"gather-scatter", "ragged_dot", "triton", "dense"} <= naive
+    assert sum(r["dispatched"] for r in products) == len(
+        {(r["op"], str(r["shape"]), r["expected_sparsity"], r["mask"]) for r in products}
+    )
+    assert all(p.stat().st_size > 10_000 for p in write_plots(rows, tmp_path / "again"))
+
+
+@pytest.mark.parametrize("command", [eval.bench_kernels, eval.tune_kernels])
+def test_nothing_is_measured_without_a_gpu(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "current_device", lambda: CPU)
+    config = TuneConfig(tmp_path) if command is eval.tune_kernels else BenchConfig()
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        command.main(config)
+
+
+def test_the_clock_refuses_a_profile_without_kernels():
+    compiled, failed = compile_all({"add": (lambda x: x + 1, (1.0,))})
+    assert not failed
+    with pytest.raises(RuntimeError, match="0 kernels for 2 calls"):
+        time_interleaved({"add": (compiled["add"], [(1.0,)])}, rounds=2)
+
+
+def test_derived_tables_are_those_checked_in(tmp_path):
+    """The unmeasured tables are the model's output, nothing else."""
+    for path in eval.tune_kernels.write_derived(TuneConfig(tmp_path)):
+        fresh = tuned.read(path.read_text())
+        assert not fresh.measured
+        assert fresh.model == eval.tune_kernels.DERIVATION
+        assert fresh == tuned.load(fresh.device_kind)
+    assert A100.kind in {t.kind for t in KNOWN_DEVICES}
