@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from train.config import TrainConfig
 
-Method = Literal["wide", "depth", "static"]
+Method = Literal["wide", "depth", "layer", "static"]
 Packing = Literal["packed", "documents", "padded"]
 
 
@@ -27,8 +27,8 @@ class CalibrateConfig(TrainConfig):
     """The run folder: config, metrics, checkpoints and, at the end, the WIDE model."""
 
     method: Method = "wide"
-    """`wide`: groups. `depth`: one group a module, per-token sublayer skipping. `static`: a router
-    that does not see the token (static width)."""
+    """`wide`: groups. `depth`: one group a module, per-token sublayer skipping. `layer`: one
+    decision a layer. `static`: a router that does not see the token (static width)."""
     attn_group_size: int | None = None
     """Query heads per attention group; None: those of one key-value head."""
     ffn_group_size: int = 128
@@ -70,6 +70,10 @@ class CalibrateConfig(TrainConfig):
         for name in (*names.split(), "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.method == "layer" and self.target != "all":
+            raise ValueError(
+                f"method='layer' skips both modules: target={self.target!r} must be all"
+            )
         if not self.loss_limit > 0:
             raise ValueError(f"loss_limit={self.loss_limit} must be positive")
 
@@ -149,10 +153,11 @@ def dump(config: TrainConfig, file: Path) -> None:
 def parse[Config: TrainConfig](kind: type[Config], argv: Sequence[str], *, prog: str) -> Config:
     """A config from a command line: `[--config FILE] [key=value ...] [--option value ...]`.
 
-    Options win over `key=value`, which wins over the file.
+    Options win over `key=value`, which wins over the file, in whatever order they come.
     """
     import tyro
 
+    names = {field.name for field in dataclasses.fields(kind)}
     rest, overrides, file = [], [], None
     arguments = iter(argv)
     for argument in arguments:
@@ -160,7 +165,7 @@ def parse[Config: TrainConfig](kind: type[Config], argv: Sequence[str], *, prog:
             file = argument.partition("=")[2] or next(arguments, None)
             if file is None:
                 raise ValueError("--config needs a file")
-        elif not rest and "=" in argument and not argument.startswith("-"):
+        elif argument.partition("=")[1] and argument.partition("=")[0] in names:
             overrides.append(argument)
         else:
             rest.append(argument)

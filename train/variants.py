@@ -22,7 +22,9 @@ def wide_config(
     ffn_group_size: int,
     router_rank: int,
 ) -> WideConfig:
-    """Group sizes of a method: `depth` has one group a module, whatever the sizes say."""
+    """Group sizes of a method: `depth` and `layer` have one group a module, whatever the sizes."""
+    if method == "layer":
+        return WideConfig.layer_skipping(config, router_rank=router_rank)
     if method == "depth":
         return WideConfig.depth_routing(config, router_rank=router_rank)
     return WideConfig.for_model(
@@ -36,13 +38,13 @@ def wide_config(
 def prepare_routers(model: WideForCausalLM, method: Method, routed: tuple[Module, ...]) -> None:
     """Set the router weights that training will leave alone, in place.
 
-    A module that is not routed always executes; a `static` router's weights are zero, so that only
-    its biases, the same for every token, decide.
+    A module that is not routed, and under `layer` the FFN's unasked router, always executes; a
+    `static` router's weights are zero, so that only its biases, the same for every token, decide.
     """
     for layer in model.model.layers:
         for module in MODULES:
             router = getattr(layer, f"router_{module}")
-            if module not in routed:
+            if module not in routed or (method == "layer" and module == "ffn"):
                 _zero(router)
                 bias = router.router.bias
                 bias[...] = bias[...].at[::2].set(ALWAYS)  # class 0 of every group: execute
@@ -57,6 +59,8 @@ def is_trained(name: str, method: Method, routed: tuple[Module, ...]) -> bool:
     """
     for module in MODULES:
         if f".router_{module}." in name:
+            if method == "layer" and module == "ffn":
+                return False  # never asked
             return module in routed and (method != "static" or name.endswith(".router.bias"))
     return True
 

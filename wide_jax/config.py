@@ -105,12 +105,14 @@ class WideConfig:
 
     `attn_group_size` consecutive query heads form an attention group, `ffn_group_size` consecutive
     intermediate channels an FFN group. One group a module (`depth_routing`) is per-token sublayer
-    skipping.
+    skipping. With `one_router` the attention router decides for the FFN too (`layer_skipping`); the
+    FFN's own router exists but is never asked.
     """
 
     attn_group_size: int
     ffn_group_size: int
     router_rank: int = 32
+    one_router: bool = False
 
     def __post_init__(self) -> None:
         for name in ("attn_group_size", "ffn_group_size", "router_rank"):
@@ -140,8 +142,18 @@ class WideConfig:
         """One group a module: a token runs a whole sublayer or skips it."""
         return cls(config.num_attention_heads, config.intermediate_size, router_rank)
 
+    @classmethod
+    def layer_skipping(cls, config: ModelConfig, *, router_rank: int = 32) -> "WideConfig":
+        """One decision a layer: a token runs both sublayers or skips both."""
+        return cls(config.num_attention_heads, config.intermediate_size, router_rank, True)
+
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError unless these group sizes divide the model's heads and channels."""
+        if self.one_router and self.attn_groups(config) != self.ffn_groups(config):
+            raise ValueError(
+                f"one_router needs as many FFN groups as attention groups, not "
+                f"{self.ffn_groups(config)} and {self.attn_groups(config)}"
+            )
         heads, channels = config.num_attention_heads, config.intermediate_size
         if heads % self.attn_group_size:
             raise ValueError(

@@ -57,6 +57,7 @@ class DecoderLayer(nnx.Module):
     ):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.layer = layer
+        self.one_router = wide is not None and wide.one_router
         self.input_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype)
         self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype)
@@ -80,7 +81,12 @@ class DecoderLayer(nnx.Module):
         )
         attended, cache = self.self_attn(self.input_layernorm(x), shared, cache, attn_mask)
         x = constrain(x + attended, "hidden_BTD")
-        ffn_mask, ffn_argmax = decide(self.router_ffn, x, routing, layer=self.layer, module="ffn")
+        if self.one_router and attn_argmax is not None:  # a router was asked: it decides for both
+            ffn_mask, ffn_argmax = attn_mask, attn_argmax
+        else:
+            ffn_mask, ffn_argmax = decide(
+                self.router_ffn, x, routing, layer=self.layer, module="ffn"
+            )
         x = constrain(x + self.mlp(self.post_attention_layernorm(x), ffn_mask), "hidden_BTD")
         return x, LayerDecisions(attn_mask, ffn_mask, attn_argmax, ffn_argmax), cache
 

@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 def test_a_nan_stops_the_run_with_its_update_and_leaves_the_model_alone():
     model = tiny_model()
-    weight = model.model.layers[1].mlp.down_proj.weight
+    weight = model.model.layers[0].mlp.down_proj.weight
     weight[...] = weight[...].at[0, 0].set(np.nan)
     router = np.asarray(model.model.layers[0].router_ffn.router.weight[...])
     with pytest.raises(LossNotFiniteError, match="update 0: loss nan"):

@@ -244,6 +244,20 @@ def test_static_width_decides_the_same_for_every_token(settings):
     assert all(bias.any() for bias in biases)
 
 
+def test_layer_skipping_has_one_decision_a_layer(settings):
+    result = calibrate_main(settings(method="layer", updates=4, learning_rate=0.1))
+    assert load_wide_info(result.model_folder).wide.one_router
+    assert result.last.skip["attention"] == result.last.skip["ffn"]
+    model = from_pretrained(result.model_folder)
+    batch = TokenBatch.from_lengths(jax.numpy.arange(48).reshape(3, 16) % 60)
+    masks = model(batch, Argmax()).masks
+    assert masks.attention[0].shape == (3, 16, 1)
+    for attention, ffn in zip(masks.attention, masks.ffn, strict=True):
+        assert np.array_equal(attention, ffn)
+    with pytest.raises(ValueError, match="method='layer' skips both modules"):
+        settings(method="layer", target="ffn")
+
+
 def test_an_untargeted_module_never_skips(settings):
     result = calibrate_main(settings(target="ffn", budget="paper"))
     assert result.last.skip["attention"] == 0.0

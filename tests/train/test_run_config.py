@@ -32,7 +32,7 @@ def test_overrides_win_over_the_file_and_options_over_both(tmp_path):
     assert (config.sparsity, config.updates, config.alpha) == (0.5, 7, 3.0)
     assert isinstance(config.alpha, float)
     assert (config.data, config.learning_rate) == (("text.jsonl",), 2e-3)
-    argv = ["--config", str(file), "updates=7", "--sparsity", "0.25", "--data", "x", "y"]
+    argv = ["--sparsity", "0.25", "--data", "x", "y", "updates=7", "--config", str(file)]
     parsed = parse(CalibrateConfig, argv, prog="wide calibrate")
     assert (parsed.sparsity, parsed.updates, parsed.data) == (0.25, 7, ("x", "y"))
     assert parsed.learning_rate == 2e-3

@@ -199,7 +199,11 @@ def load_wide_info(folder: str | Path, config: ModelConfig | None = None) -> Wid
         )
     config = read_config(base_folder(folder)) if config is None else config
     try:
-        wide = WideConfig(**{f.name: _whole(raw, f.name) for f in dataclasses.fields(WideConfig)})
+        sizes = ("attn_group_size", "ffn_group_size", "router_rank")
+        one_router = raw.get("one_router", False)
+        if not isinstance(one_router, bool):
+            raise ValueError(f"one_router={one_router!r}, expected true or false")
+        wide = WideConfig(**{name: _whole(raw, name) for name in sizes}, one_router=one_router)
         wide.check(config)
         base = raw["base"]
         info = WideInfo(
