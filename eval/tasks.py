@@ -213,6 +213,8 @@ def run_tasks(
             "model": lm.name,
             "fingerprint": fingerprint,
             "recipe": recipe,
+            "architecture": dataclasses.asdict(lm.model.config),
+            "wide": None if lm.model.wide is None else dataclasses.asdict(lm.model.wide),
             "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
             "harness": {"lm_eval": importlib.metadata.version("lm_eval")},
             "run": dataclasses.asdict(lm.settings),
