@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # JAX's CUDA plugin, Triton and jax-triton come only where there is an NVIDIA driver to use them.
-RUN_EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),[gpu,eval],[eval])
+RUN_EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),[gpu])
 
 .PHONY: help demo test lint types test-ends parity clean
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -11,11 +11,9 @@ from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplex
 from eval.text import read_text, tokenize
 from eval.windows import WindowRule
 from wide_jax.cli.files import check_writable_file, write_json
-from wide_jax.cli.progress import advance_bytes, progress
+from wide_jax.cli.models import DType, load_model
+from wide_jax.cli.progress import progress
 from wide_jax.cli.start import Platform, start
-from wide_jax.hf.pretrained import from_pretrained
-from wide_jax.hf.resolve import resolve_model
-from wide_jax.hf.tokenizer import load_tokenizer
 from wide_jax.routing import AllOn
 
 
@@ -41,7 +39,7 @@ class Args:
     """Only the first so many windows."""
     batch_size: int = 1
     """Windows at once; the figures do not depend on it."""
-    dtype: Literal["checkpoint", "float32", "bfloat16"] = "checkpoint"
+    dtype: DType = "checkpoint"
     """Precision of weights and activations."""
     json: Path | None = None
     """Also write every figure to this file."""
@@ -56,15 +54,8 @@ def main(args: Args) -> None:
     if args.json is not None:
         check_writable_file(args.json)
     start(args.platform, console)
-    with progress(console, "loading the model") as advance:
-        folder = resolve_model(args.model, progress=advance_bytes(advance))
-        model = from_pretrained(
-            folder,
-            dense=args.dense,
-            dtype=None if args.dtype == "checkpoint" else args.dtype,
-            progress=advance_bytes(advance),
-        )
-    tokenizer = load_tokenizer(folder)
+    loaded = load_model(console, args.model, dense=args.dense, dtype=args.dtype)
+    model = loaded.model
     config = PerplexityConfig(
         rule=args.rule,
         window=args.window,
@@ -72,11 +63,7 @@ def main(args: Args) -> None:
         batch_size=args.batch_size,
         prefix_token=_prefix_token(model.config) if args.rule == "rolling" else None,
     )
-    tokens = tokenize(
-        text,
-        lambda part: tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"],
-        join=config.joined,
-    )
+    tokens = tokenize(text, loaded.encode, join=config.joined)
     with progress(console, "evaluating") as advance:
         result = evaluate_perplexity(
             model,
@@ -87,7 +74,7 @@ def main(args: Args) -> None:
         )
     report(console, result)
     if args.json is not None:
-        write_json(args.json, {"model": str(folder), "data": str(args.data), **result.to_json()})
+        write_json(args.json, {"model": loaded.name, "data": str(args.data), **result.to_json()})
 
 
 def report(console: Console, result: PerplexityResult) -> None:

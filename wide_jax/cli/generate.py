@@ -9,13 +9,10 @@ from rich.console import Console
 
 from wide_jax.accounting import Usage, account
 from wide_jax.cli.files import check_writable_file, write_json
-from wide_jax.cli.progress import advance_bytes, progress
+from wide_jax.cli.models import load_model
 from wide_jax.cli.start import Platform, start
 from wide_jax.generate import Generation, generate
 from wide_jax.hf.config import stop_token_ids
-from wide_jax.hf.pretrained import from_pretrained
-from wide_jax.hf.resolve import resolve_model
-from wide_jax.hf.tokenizer import load_tokenizer
 from wide_jax.hf.wide_folder import base_folder
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax
@@ -75,10 +72,8 @@ def main(args: Args) -> None:
     if args.json is not None:
         check_writable_file(args.json)
     start(args.platform, console)
-    with progress(console, "loading the model") as advance:
-        folder = resolve_model(args.model, progress=advance_bytes(advance))
-        model = from_pretrained(folder, dense=args.dense, progress=advance_bytes(advance))
-    tokenizer = load_tokenizer(folder)
+    loaded = load_model(console, args.model, dense=args.dense)
+    model, tokenizer = loaded.model, loaded.tokenizer
     streamed = _Stream(console, tokenizer) if args.stream and args.samples == 1 else None
     result = generate(
         model,
@@ -87,7 +82,7 @@ def main(args: Args) -> None:
         routing=AllOn() if model.wide is None else Argmax(),
         sampler=sampler,
         seeds=range(args.seed, args.seed + args.samples),
-        stop_ids=stop_token_ids(base_folder(folder), model.config),
+        stop_ids=stop_token_ids(base_folder(loaded.folder), model.config),
         prefill_chunk=args.prefill_chunk,
         on_tokens=streamed,
     )

@@ -18,6 +18,11 @@ COMMANDS = {
     "generate": ("wide_jax.cli.generate", "continue a prompt with a dense or a WIDE model"),
     "check": ("wide_jax.cli.check", "is a checkpoint whole and read rightly? before any training"),
     "doctor": ("wide_jax.cli.doctor", "check the installation: versions, devices, kernels, caches"),
+    "tune": ("wide_jax.cli.tune", "find the fastest kernels on this card"),
+    "bench kernels": ("wide_jax.cli.bench_kernels", "time every kernel beside dense and ideal"),
+    "report": ("wide_jax.cli.report", "one report from run folders"),
+    "eval tasks": ("wide_jax.cli.eval_tasks", "tasks of lm-evaluation-harness, masks accounted"),
+    "eval errors": ("wide_jax.cli.eval_errors", "distance from the dense model, layer by layer"),
     "eval ppl": ("wide_jax.cli.eval_ppl", "perplexity of a text, with what the masks skipped"),
 }
 
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage(argv: Sequence[str]) -> str:
     """The overview of commands; after an unknown command it says so first."""
-    known = [f"  wide {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()]
+    known = [f"  wide {name:<14} {summary}" for name, (_, summary) in COMMANDS.items()]
     lines = [
         "wide: token-level dynamic width pruning for Llama- and Qwen-architecture models, in JAX.",
         "",

@@ -42,6 +42,12 @@ def test_calibrate_recover_export(model_folder, text_file, tmp_path, capsys):
     assert set(merged) == set(base)
     assert any(not np.array_equal(merged[name], base[name]) for name in base)
     assert json.loads((target / "wide_config.json").read_text())["format_version"] == 1
+    figures, drawing = tmp_path / "errors.json", tmp_path / "errors.svg"
+    errors = ["eval", "errors", "--model", str(target), "--data", str(text_file)]
+    more = ["--window", "32", "--max-windows", "2", "--json", str(figures), "--plot", str(drawing)]
+    assert main([*errors, *more]) == 0
+    assert len(json.loads(figures.read_text())["layers"]["stream"]["error"]) == 2
+    assert "<svg" in drawing.read_text()
     assert main(["generate", "--model", str(target), "--prompt", "a", "--max-new-tokens", "2"]) == 0
 
 

@@ -1,0 +1,81 @@
+"""Loading a model for a command: the folder, the model, its tokenizer, and what identifies it."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from wide_jax.cli.progress import advance_bytes, progress
+from wide_jax.hf.config import read_config
+from wide_jax.hf.embedded import EMBEDDED_MODEL
+from wide_jax.hf.load import find_weights
+from wide_jax.hf.mapping import is_router
+from wide_jax.hf.pretrained import from_pretrained, tensors_of
+from wide_jax.hf.resolve import resolve_model
+from wide_jax.hf.save import fingerprint
+from wide_jax.hf.tokenizer import load_tokenizer
+from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
+from wide_jax.model import WideForCausalLM
+
+DType = Literal["checkpoint", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model as a command uses it."""
+
+    name: str  # what the user called it
+    folder: Path
+    model: WideForCausalLM
+    tokenizer: Any
+
+    @property
+    def encode(self) -> Callable[[str], list[int]]:
+        """Text to ids, without special tokens."""
+        return lambda part: self.tokenizer(part, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+
+    def fingerprint(self) -> str:
+        """Of the stored base weights and, with routers, of those too; reads all of them."""
+        base = base_folder(self.folder)
+        found = fingerprint(find_weights(base, read_config(base)))
+        if self.model.wide is None:
+            return found
+        routers = fingerprint(tensors_of(self.model, is_router))
+        return f"sha256:{hashlib.sha256((found + routers).encode()).hexdigest()}"
+
+    def recipe(self) -> dict[str, Any]:
+        """How the model was made, as far as its folder says: for result records."""
+        if self.model.wide is None or not is_wide_folder(self.folder):
+            return {"method": "dense"}
+        info = load_wide_info(self.folder)
+        return {
+            "method": info.training.get("method", "wide"),
+            "stage": info.training.get("stage"),
+            "budget": info.budget,
+            "target": dict(info.targets),
+            "ffn_group": info.wide.ffn_group_size,
+            "attn_group": info.wide.attn_group_size,
+            "updates": info.training.get("updates"),
+            "seed": info.training.get("seed"),
+        }
+
+
+def load_model(
+    console: Console, model: str | None, *, dense: bool = False, dtype: DType = "checkpoint"
+) -> LoadedModel:
+    """Resolve, fetch and read a model and its tokenizer, with progress."""
+    with progress(console, "loading the model") as advance:
+        folder = resolve_model(model, progress=advance_bytes(advance))
+        loaded = from_pretrained(
+            folder,
+            dense=dense,
+            dtype=None if dtype == "checkpoint" else dtype,
+            progress=advance_bytes(advance),
+        )
+    name = EMBEDDED_MODEL.name if model is None else model
+    return LoadedModel(name, folder, loaded, load_tokenizer(folder))
