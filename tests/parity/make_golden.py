@@ -3,6 +3,7 @@
     python -m tests.parity.make_golden [FOLDER]
 
 Runs in the environment of `make parity`, never in the project's own (which has no torch).
+Beside the arrays, `configs_*.json` has every case's `config.json` as transformers itself writes it.
 Every array of a case: `logits` (transformers, float32), `logits_bfloat16` (its bits, as
 uint16), `greedy` (new tokens),
 `masked_logits` (random masks) and `routed_logits` with the masks `routed_attention`, `routed_ffn`
@@ -36,6 +37,10 @@ def make_all(folder: Path) -> None:
         np.savez_compressed(folder / f"{case}.npz", **make_case(case))
         print(f"{case}: done", flush=True)
     np.savez_compressed(folder / "rope.npz", **make_ropes())
+    spelling = "".join(transformers.__version__.split(".")[:2])
+    configs = {case: saved_config(case) for case in cases.CASES}
+    text = json.dumps(configs, indent=1, sort_keys=True) + "\n"
+    (folder / f"configs_{spelling}.json").write_text(text)
 
 
 def make_case(case: str) -> dict[str, np.ndarray]:
@@ -94,6 +99,13 @@ def hf_model(case: str, folder: Path, dtype: torch.dtype = torch.float32):
         folder, attn_implementation="eager", dtype=dtype
     )
     return model.eval()
+
+
+def saved_config(case: str) -> dict:
+    """`config.json` as this transformers writes it itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        hf_model(case, Path(scratch)).save_pretrained(Path(scratch) / "saved")
+        return json.loads((Path(scratch) / "saved" / "config.json").read_text())
 
 
 def windows(raw: dict) -> list[int | None]:

@@ -154,6 +154,13 @@ def test_greedy_tokens(model_of, case):
     np.testing.assert_array_equal(made.tokens, golden(case)["greedy"])
 
 
+@by_case
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("configs_*.json")), ids=lambda p: p.stem)
+def test_configs_as_transformers_writes_them(case, path):
+    saved = json.loads(path.read_text())[case]
+    assert config_from_hf(saved) == config_from_hf(cases.CASES[case])
+
+
 @pytest.mark.parametrize("name", cases.ROPES)
 def test_rope_frequencies(name):
     head_dim, entries, length = cases.ROPES[name]
