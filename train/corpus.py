@@ -113,7 +113,18 @@ def token_cache(
     key = cache_key(recipe, tokenizer)
     folder = root / key
     if not (folder / "meta.json").is_file():
-        encode = lambda texts: tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # noqa: E731
+
+        def encode(texts: Sequence[str]) -> list[list[int]]:
+            # verbose=False: a document longer than the model's context is no reason to warn.
+            encoded = tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            return encoded["input_ids"]
+
         build(folder, key, documents(recipe), encode, recipe.end_token, progress=progress)
     return TokenCache.open(folder)
 
@@ -160,8 +171,11 @@ def build(
             "largest_id": largest,
         }
         (fresh / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        if not (folder / "meta.json").is_file():  # else another process was quicker
+        try:
             os.replace(fresh, folder)
+        except OSError:
+            if not (folder / "meta.json").is_file():  # else another process was quicker
+                raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from train import metrics
+from train.budget import targets
 from train.checkpoint import CheckpointMismatchError, Checkpoints
 from train.corpus import Recipe, TokenCache, token_cache
 from train.data import PackedRows, PaddedRows, Rows, ShuffledBatches
@@ -130,6 +131,12 @@ def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
     method = info.training.get("method", config.method)
     target = info.training.get("target", config.target)
     config = dataclasses.replace(config, method=method, target=target)
+    aimed, aims = (info.budget, dict(info.targets)), (config.budget, _targets(config))
+    if aimed != aims and not config.freeze_routers and not config.retarget:
+        raise ValueError(
+            f"stage 1 aimed at budget {aimed[0]} with targets {aimed[1]}, this stage 2 at "
+            f"{aims[0]} with {aims[1]}: set budget and sparsity to the same, or ask to retarget"
+        )
     architecture = read_config(base_folder(folder))
     partition.check_mesh(mesh, architecture, info.wide)
     model = _read(folder, config, mesh, None)
@@ -479,7 +486,7 @@ def _save(loaded: _Loaded, state: TrainState, out: Path, last: UpdateRecord | No
         routers=routers,
         adapter=adapter,
         budget=config.budget,
-        targets={module: config.sparsity for module in config.routed},
+        targets=_targets(config),
         training={
             "stage": 1 if loaded.lora is None else 2,
             "method": config.method,
@@ -492,6 +499,11 @@ def _save(loaded: _Loaded, state: TrainState, out: Path, last: UpdateRecord | No
         },
         include_base=False,
     )
+
+
+def _targets(config: CalibrateConfig) -> dict[str, float]:
+    """What each routed module aims at, as it is written beside the routers."""
+    return {module: targets(config)[module] for module in config.routed}
 
 
 def _without_lora(model: WideForCausalLM) -> WideForCausalLM:

@@ -84,6 +84,8 @@ class RecoverConfig(CalibrateConfig):
 
     run: Path | None = None
     """Run folder of stage 1 (or a WIDE model folder)."""
+    retarget: bool = False
+    """Aim at another budget or sparsity than stage 1 did."""
     learning_rate: float = 2e-4
     lora_rank: int = 16
     lora_alpha: float = 32.0

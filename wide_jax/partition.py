@@ -49,7 +49,6 @@ class Partition:
     compressor_bias_R: P = P()
     router_GR: P = P()
     router_bias_G: P = P()
-    static_G: P = P()  # the token-independent baseline's logits
     # LoRA factors: split as the base weight's axis they touch
     lora_A_column_rD: P = P(None, "fsdp")
     lora_B_column_Hr: P = P("tensor", None)
@@ -89,7 +88,6 @@ _PARAMETERS = (
     (r"\.compressor\.bias", "compressor_bias_R"),
     (r"\.router\.weight", "router_GR"),
     (r"\.router\.bias", "router_bias_G"),
-    (r"\.router_(attention|ffn|layer)\.logits", "static_G"),
     (_COLUMN + r"\.(lora\.)?lora_A(\.weight)?", "lora_A_column_rD"),
     (_COLUMN + r"\.(lora\.)?lora_B(\.weight)?", "lora_B_column_Hr"),
     (_ROW + r"\.(lora\.)?lora_A(\.weight)?", "lora_A_row_rH"),

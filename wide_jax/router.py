@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from wide_jax.params import RouterParam
+from wide_jax.partition import constrain
 from wide_jax.routing import (
     AllOn,
     Argmax,
@@ -76,9 +77,9 @@ def decide(
             "build it with a WideConfig, or use AllOn"
         )
     logits = router(x)
-    argmax = execute_margin(logits) >= 0
+    argmax = constrain(execute_margin(logits) >= 0, "mask_BTG")
     match routing:
         case Argmax():
             return argmax, argmax
         case GumbelSoftmax():
-            return sample_mask(logits, routing, layer, module), argmax
+            return constrain(sample_mask(logits, routing, layer, module), "mask_BTG"), argmax

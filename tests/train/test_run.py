@@ -233,6 +233,16 @@ def test_stage_2_needs_a_finished_stage_1(settings, tmp_path):
         recover_main(settings(RecoverConfig, model=None))
 
 
+def test_stage_2_aims_at_what_stage_1_aimed_at_or_is_asked_to_retarget(settings):
+    calibrate_main(settings(updates=1))
+    other = {"run": settings().out, "updates": 1, "model": None, "sparsity": 0.5}
+    with pytest.raises(ValueError, match=r"'ffn': 0\.25.*'ffn': 0\.5.*ask to retarget"):
+        recover_main(settings(RecoverConfig, "recovered", **other))
+    assert not settings(out="recovered").out.exists()
+    result = recover_main(settings(RecoverConfig, "recovered", retarget=True, **other))
+    assert load_wide_info(result.model_folder).targets == {"attention": 0.5, "ffn": 0.5}
+
+
 def test_static_width_decides_the_same_for_every_token(settings):
     result = calibrate_main(settings(method="static", updates=8, learning_rate=0.5))
     model = from_pretrained(result.model_folder)
