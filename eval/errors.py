@@ -27,11 +27,9 @@ from eval.perplexity import PerplexityConfig, cut
 from eval.scoring import Ran, bucket, default_routing, full_precision
 from eval.text import TokenizedText
 from wide_jax.accounting import Accounting, LayerSums, Usage, usage
-from wide_jax.attention import AttentionInputs
 from wide_jax.batch import TokenBatch
-from wide_jax.model import DecoderLayer, WideForCausalLM, attention_inputs
-from wide_jax.router import decide
-from wide_jax.routing import GroupMask, Masks, Routing
+from wide_jax.model import WideForCausalLM, attention_inputs
+from wide_jax.routing import AllOn, Masks, Routing
 
 PARTS = ("attention", "ffn", "stream")
 
@@ -139,7 +137,7 @@ def _compare(
     lengths: Int[Array, "B"],
     routing: Routing,
 ) -> tuple[dict[str, _Sums], Usage | None]:
-    """Sums of one batch. Walks the layers as `WideForCausalLM` does, twice over the sublayers."""
+    """Sums of one batch: the layers as the model runs them, and each sublayer with its mask off."""
     model = nnx.merge(graphdef, state)
     batch = TokenBatch.from_lengths(ids, lengths)
     shared = attention_inputs(model.config, batch, None)
@@ -147,21 +145,19 @@ def _compare(
     found: dict[str, list[tuple[Array, Array, Array]]] = {part: [] for part in PARTS}
     masks = []
     for layer in model.model.layers:
-        mask, _ = decide(
-            layer.router_attention, pruned, routing, layer=layer.layer, module="attention"
+        after, decisions, _ = layer(pruned, shared, None, routing)
+        normed = layer.input_layernorm(pruned)
+        output, whole = (
+            layer.self_attn(normed, shared, None, mask)[0] for mask in (decisions.attention, None)
         )
-        output, whole = _attention(layer, pruned, shared, mask)
         found["attention"].append(_distance(output, whole, batch.real))
-        pruned = pruned + output
-        ffn_mask, _ = decide(layer.router_ffn, pruned, routing, layer=layer.layer, module="ffn")
-        normed = layer.post_attention_layernorm(pruned)
-        output, whole = layer.mlp(normed, ffn_mask), layer.mlp(normed, None)
+        normed = layer.post_attention_layernorm(pruned + output)
+        output, whole = (layer.mlp(normed, mask) for mask in (decisions.ffn, None))
         found["ffn"].append(_distance(output, whole, batch.real))
-        pruned = pruned + output
-        dense = dense + _attention(layer, dense, shared, None)[0]
-        dense = dense + layer.mlp(layer.post_attention_layernorm(dense), None)
+        pruned = after
+        dense, _, _ = layer(dense, shared, None, AllOn())
         found["stream"].append(_distance(pruned, dense, batch.real))
-        masks.append((mask, ffn_mask))
+        masks.append((decisions.attention, decisions.ffn))
     sums = {
         part: _Sums(*(jnp.stack(values) for values in zip(*layers, strict=True)))
         for part, layers in found.items()
@@ -171,18 +167,6 @@ def _compare(
     attention, ffn = zip(*masks, strict=True)
     used = usage(Masks(attention, ffn), batch.real, batch.positions + 1, model.config)
     return sums, used
-
-
-def _attention(
-    layer: DecoderLayer,
-    x: Float[Array, "B T D"],
-    shared: AttentionInputs,
-    mask: GroupMask | None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """The sublayer's output with its mask, and with everything on."""
-    normed = layer.input_layernorm(x)
-    whole, _ = layer.self_attn(normed, shared, None, None)
-    return (whole if mask is None else layer.self_attn(normed, shared, None, mask)[0]), whole
 
 
 def _distance(

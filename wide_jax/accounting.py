@@ -300,6 +300,8 @@ def fixed_costs(config: ModelConfig, wide: WideConfig) -> FixedCosts:
     biases += config.mlp_bias * (2 * config.intermediate_size + hidden)
     rank = wide.router_rank
     outputs = [2 * wide.attn_groups(config), 2 * wide.ffn_groups(config)]
+    if wide.one_router:  # the FFN's is kept in the file but never asked
+        outputs = outputs[:1]
     routers = sum(hidden * rank + rank * out for out in outputs)
     router_biases = sum(rank + out for out in outputs)
     projections = layers * 2 * hidden * keys

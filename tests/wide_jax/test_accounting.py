@@ -95,6 +95,14 @@ def test_two_tokens_by_hand():
     assert (found.tokens, found.mean_keys) == (2, 1.5)
 
 
+def test_a_router_that_is_never_asked_costs_nothing():
+    both = WideConfig(attn_group_size=4, ffn_group_size=12, router_rank=3)
+    one = dataclasses.replace(both, one_router=True)
+    saved = 8 * 3 + 3 * 2
+    assert fixed_costs(CONFIG, both).flops - fixed_costs(CONFIG, one).flops == 2 * saved
+    assert fixed_costs(CONFIG, one).router_weights == saved + 3 + 2
+
+
 def test_the_paper_mean_is_not_the_parameter_weighted_one():
     # Llama-3.1-8B's published run: 66.2 % of attention, 28.5 % of FFN groups = 47.4 % by the
     # paper's mean, but 34.5 % of the routed parameters.
