@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
+from wide_jax.attention import Causal
 from wide_jax.routing import MODULES, Module
 
 Budget = Literal["paper", "separate", "flops", "bytes"]
@@ -64,6 +65,8 @@ class TrainConfig:
     """Of the noise and of the order of the data."""
     remat: bool = False
     """Recompute each layer's activations in the backward pass: slower, far less memory."""
+    attention: Literal["mask", "cudnn"] = "mask"
+    """`cudnn`: flash attention (NVIDIA GPUs, bf16), for rows of one segment; fails elsewhere."""
     logits_chunk: int = 512
     """Positions of each row whose logits exist at once; the whole [tokens, vocab] never does."""
 
@@ -109,6 +112,11 @@ class TrainConfig:
         return MODULES if self.target == "all" else (self.target,)
 
     @property
+    def causal(self) -> Causal | None:
+        """What `WideForCausalLM.__call__` takes for `attention`."""
+        return None if self.attention == "mask" else self.attention
+
+    @property
     def micro_batch(self) -> int:
         """Sequences per micro-batch, over all devices."""
         return self.sequences_per_update // self.accumulation
@@ -144,6 +152,7 @@ _CHOICES = {
     "budget": get_args(Budget),
     "target": ("all", *MODULES),
     "distill": ("off", "beside", "only"),
+    "attention": ("mask", "cudnn"),
 }
 
 _RULES = (

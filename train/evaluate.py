@@ -43,7 +43,7 @@ def make_evaluation(
     @jax.jit
     def score(trainable, frozen, batch: TokenBatch) -> tuple[LossSums, Usage]:
         whole = parts.merge(trainable, frozen)
-        out = whole(batch, Argmax())
+        out = whole(batch, Argmax(), causal=config.causal)
         sums = next_token_loss(out.hidden, whole.logits, batch, chunk=config.logits_chunk)
         return sums, masks_usage(out.masks, batch.real, model, config)
 

@@ -74,6 +74,11 @@ class CalibrateConfig(TrainConfig):
             raise ValueError(
                 f"method='layer' skips both modules: target={self.target!r} must be all"
             )
+        if self.packing == "documents" and self.attention != "mask":
+            raise ValueError(
+                f"packing='documents' has several segments a row: attention={self.attention!r} "
+                "sees across them; use attention='mask' or another packing"
+            )
         if not self.loss_limit > 0:
             raise ValueError(f"loss_limit={self.loss_limit} must be positive")
 
@@ -97,6 +102,7 @@ class RecoverConfig(CalibrateConfig):
 FREE = {
     "out", "cache_dir", "log_every", "save_every", "keep_checkpoints", "evaluate_every",
     "evaluation_data", "evaluation_rows", "loss_limit", "distributed", "remat", "logits_chunk",
+    "attention",
     "data_parallel", "fsdp", "tensor_parallel",
 }  # fmt: skip
 

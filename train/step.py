@@ -170,7 +170,7 @@ def accumulate_gradient(
         # Layers and modules fold small numbers into the noise key; dropout has one of its own.
         whole = parts.merge(trainable, frozen, jax.random.fold_in(micro_key, DROPOUT))
         routing = Argmax() if config.freeze_routers else GumbelSoftmax(micro_key, tau)
-        out = whole(rows, routing, remat=config.remat)
+        out = whole(rows, routing, remat=config.remat, causal=config.causal)
         lm = next_token_loss(out.hidden, whole.logits, rows, chunk=config.logits_chunk)
         kl = jnp.zeros((), jnp.float32)
         if teacher is not None and config.distill != "off":
@@ -217,7 +217,7 @@ def _teacher_loss(
     """Summed KL to the dense base: all masks on, no LoRA, no gradient."""
     params = jax.lax.stop_gradient(params)
     dense = teacher.merge(params, params)
-    dense_hidden = dense(rows, AllOn()).hidden
+    dense_hidden = dense(rows, AllOn(), causal=config.causal).hidden
     return distillation_loss(
         hidden, student.logits, dense_hidden, dense.logits, rows, chunk=config.logits_chunk
     ).total

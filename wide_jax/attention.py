@@ -1,6 +1,7 @@
 """Self-attention with grouped-query heads and, optionally, a mask over head groups."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from wide_jax.layers import Linear, RMSNorm, rotate
 from wide_jax.partition import constrain
 from wide_jax.routing import GroupMask
 
+# Who computes causal attention: `cudnn` is flash attention (NVIDIA GPUs, bf16 and fp16 only).
+Causal = Literal["xla", "cudnn"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,8 @@ class AttentionInputs:
     slots: Int[Array, "B T"]  # where each token's key goes in the cache; out of range: nowhere
     visible: Bool[Array, "B T S"]  # which keys each token sees
     visible_window: Bool[Array, "B T S"]  # the same in layers with a sliding window
+    # Not None: rows are one segment padded on the right, so causal attention needs no mask.
+    causal: Causal | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class Attention(nnx.Module):
@@ -38,7 +44,7 @@ class Attention(nnx.Module):
         kv_size = config.num_key_value_heads * config.head_dim
         hidden = config.hidden_size
         self.head_dim = config.head_dim
-        self.windowed = config.window_of_layer(layer) is not None
+        self.window = config.window_of_layer(layer)
         self.q_proj = Linear(hidden, q_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.k_proj = Linear(hidden, kv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.v_proj = Linear(hidden, kv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
@@ -65,12 +71,26 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = cache.write(k, v, shared.slots)
             k, v = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
-        visible = shared.visible_window if self.windowed else shared.visible
-        out = jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
+        out = self._attend(q, k, v, shared)
         if mask is not None:
             heads = jnp.repeat(mask, out.shape[2] // mask.shape[-1], axis=-1)[..., None]
             out = out * heads.astype(out.dtype)
         return self.o_proj(out.reshape(*out.shape[:2], -1)), cache
+
+    def _attend(
+        self,
+        q: Float[Array, "B T Hq d"],
+        k: Float[Array, "B S Hk d"],
+        v: Float[Array, "B S Hk d"],
+        shared: AttentionInputs,
+    ) -> Float[Array, "B T Hq d"]:
+        if shared.causal is None:
+            visible = shared.visible if self.window is None else shared.visible_window
+            return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
+        window = None if self.window is None else (self.window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=window, implementation=shared.causal
+        )
 
     def _heads(self, x: Float[Array, "B T Hd"]) -> Float[Array, "B T H d"]:
         return constrain(x.reshape(*x.shape[:2], -1, self.head_dim), "heads_BTNd")

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from wide_jax.attention import Attention, AttentionInputs
+from wide_jax.attention import Attention, AttentionInputs, Causal
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache, LayerCache
 from wide_jax.config import ModelConfig, WideConfig
@@ -143,6 +143,7 @@ class WideForCausalLM(nnx.Module):
         *,
         cache: KVCache | None = None,
         remat: bool = False,
+        causal: Causal | None = None,
     ) -> ModelOutput:
         """Run the layers.
 
@@ -152,10 +153,17 @@ class WideForCausalLM(nnx.Module):
             routing: how groups are chosen.
             cache: keys and values of earlier tokens; the returned one holds these tokens too.
             remat: keep only each layer's input for the backward pass and recompute the rest.
+            causal: promises that every row is one segment, padded on the right: attention then
+                needs no `[T, S]` mask and runs by this implementation, or raises. Outputs of
+                padding mean nothing either way.
 
         The caller sees to it that a cache has room: a token past its capacity would be lost.
         """
         shared = attention_inputs(self.config, batch, cache)
+        if causal is not None:
+            if cache is not None:
+                raise ValueError(f"{causal=} attention is for whole rows: it takes no cache")
+            shared = dataclasses.replace(shared, causal=causal)
         x = constrain(self.model.embed_tokens(batch.input_ids), "hidden_BTD")
         decisions, caches = [], []
         for index, layer in enumerate(self.model.layers):

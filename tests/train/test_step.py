@@ -18,11 +18,13 @@ from tests.train.tiny import (
 from train.data import HostBatch, on_mesh
 from train.loop import calibrate
 from train.parts import place, take_apart
+from train.run_config import CalibrateConfig
 from train.schedule import learning_rate
 from train.step import accumulate_gradient, init_optimizer, make_step
 from wide_jax import partition, routing
 from wide_jax.batch import TokenBatch
 from wide_jax.params import BaseParam, RouterParam
+from wide_jax.routing import AllOn
 
 
 def gradient_of(batch, config, *, mesh=None, model=None, update=3, trained=RouterParam):
@@ -214,6 +216,24 @@ def test_accumulation_on_a_mesh_equals_one_device():
     spread = tiny_config(accumulation=2, data_parallel=2, tensor_parallel=2)
     actual, _ = gradient_of(ragged_batch(), spread)
     assert_params_close(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_causal_attention_equals_the_mask_on_right_padded_rows(window):
+    model = tiny_model(window=window)
+    batch = ragged_batch()
+    masked = model(batch, AllOn()).hidden
+    causal = model(batch, AllOn(), causal="xla").hidden
+    real = np.asarray(batch.real)
+    np.testing.assert_allclose(np.asarray(causal)[real], np.asarray(masked)[real], atol=1e-5)
+
+
+def test_flash_attention_runs_or_raises():
+    # Here there is no GPU: it must not quietly become something else.
+    with pytest.raises(Exception, match=r"(?i)cudnn"):
+        gradient_of(ragged_batch(), tiny_config(attention="cudnn"))
+    with pytest.raises(ValueError, match="several segments a row"):
+        CalibrateConfig(packing="documents", attention="cudnn")
 
 
 def test_remat_sees_the_same_noise():

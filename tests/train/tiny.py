@@ -14,7 +14,13 @@ VOCAB = 64
 
 
 def tiny_model(
-    *, seed: int = 0, tied: bool = True, groups: int = 16, layers: int = 1, dtype=jnp.float32
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    groups: int = 16,
+    layers: int = 1,
+    window=None,
+    dtype=jnp.float32,
 ) -> WideForCausalLM:
     """Hidden 32, 8/4 heads of 8, FFN 128; one layer, as compiling is what tests wait for."""
     config = ModelConfig(
@@ -28,6 +34,7 @@ def tiny_model(
         head_dim=8,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
+        sliding_window=window,
     )
     wide = WideConfig.for_model(config, ffn_group_size=groups, router_rank=4)
     model = WideForCausalLM(config, wide, dtype=dtype, rngs=nnx.Rngs(seed))
