@@ -7,7 +7,7 @@ from rich.console import Console
 
 from train.evaluate import HeldOut
 from train.records import UpdateRecord
-from train.run import RunEvents, RunResult
+from train.run import RunEvents, RunResult, start_processes
 from train.run_config import CalibrateConfig, RecoverConfig
 from wide_jax.cli.check import require_plausible
 from wide_jax.cli.progress import progress
@@ -17,6 +17,8 @@ from wide_jax.cli.start import start
 def run(train: Callable[[Any, RunEvents], RunResult], config: CalibrateConfig) -> None:
     """Train, show how far it is, and say where the model lies."""
     console = Console()
+    if config.distributed:
+        start_processes()  # before anything starts a device
     start("auto", console)
     if not isinstance(config, RecoverConfig):  # stage 1 has checked the same base
         require_plausible(console, config.model)
