@@ -6,6 +6,8 @@ from typing import Any
 
 import matplotlib.figure
 
+from pallas_kernels._common.tuned import Table
+
 # Bytes a second and FLOPs a second of the best dense runs among the records are the roof.
 MARKERS = {"gemm_mn": "o", "swiglu_up": "s"}
 
@@ -45,6 +47,25 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
         axes.grid(alpha=0.3)
         axes.legend(title="skipped (dotted: ideal)", fontsize=8)
         axes.set_ylabel("speedup over dense")
+    return figure
+
+
+def table_figure(table: Table) -> matplotlib.figure.Figure:
+    """Speedup of a measured table's winners by group size and token count, 50 % skipped."""
+    figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, op in zip(figure.subplots(1, len(MARKERS), sharey=True), MARKERS, strict=True):
+        entries = [e for e in table.entries if e.op == op and e.sparsity == 0.5 and e.ms]
+        for tokens in sorted({e.m for e in entries}):
+            cells = sorted((e.group, e.dense_ms / e.ms) for e in entries if e.m == tokens)
+            axes.plot(*zip(*cells, strict=True), marker="o", label=f"{tokens:,}")
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.axhline(2.0, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("channels per group")
+        axes.set_ylabel("speedup over dense, 50 % skipped")
+        axes.set_title(f"{op}: what the table of {table.device_kind} runs")
+        axes.grid(alpha=0.3)
+        axes.legend(title="tokens", fontsize=8)
     return figure
 
 

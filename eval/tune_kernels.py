@@ -138,8 +138,6 @@ def candidates(problem: Product, device: Device) -> list[Config]:
             block_n = columns // matrices
             if 16 <= block_n <= problem.group:
                 found += [TileConfig(bm, block_n, bk, warps, stages, band) for band in bands]
-                if columns == 256 and matrices == 1:  # with two weights it never won
-                    found += [TileConfig(bm, block_n, bk, warps, stages, b, True) for b in bands]
     itemsize = jnp.dtype(problem.dtype).itemsize
     limit = device.shared_memory_per_block
     return [

@@ -22,8 +22,7 @@ class TileConfig:
 
     A tile is `block_m` tokens x `block_n` output channels (for `swiglu_up`: of gate *and* of up),
     reduced `block_k` inputs at a time with `num_stages` buffers. `band` tiles of tokens are
-    run together, tokens fastest (`_common/tile_kernel.py` draws the order). `persistent` launches
-    one thread block a multiprocessor, each walking over its tiles, instead of one a tile.
+    launched together, tokens fastest (`_common/tile_kernel.py` draws the order).
     """
 
     block_m: int
@@ -32,7 +31,6 @@ class TileConfig:
     num_warps: int
     num_stages: int
     band: int = 16
-    persistent: bool = False
 
     def __post_init__(self):
         for field in ("block_m", "block_n", "block_k", "num_warps"):

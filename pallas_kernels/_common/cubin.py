@@ -62,7 +62,23 @@ def compile_usage(
     source = ASTSource(kernel, types, dict(constants), attrs)
     target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    compiled = triton.compile(source, target=target, options=options)
+    return _usage(triton.compile(source, target=target, options=options))
+
+
+def compile_ttir_usage(text: str, capability: str, num_warps: int, num_stages: int) -> Usage:
+    """The same for Triton IR in text form: what Pallas' Triton lowering hands to XLA.
+
+    XLA's own Triton may differ a little from the installed one that compiles here.
+    """
+    target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "kernel.ttir"
+        path.write_text(text)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        return _usage(triton.compile(str(path), target=target, options=options))
+
+
+def _usage(compiled: Any) -> Usage:
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "kernel.cubin"

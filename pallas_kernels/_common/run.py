@@ -1,10 +1,12 @@
 """From a named or chosen implementation to its call: the same steps for every GEMM op."""
 
+import dataclasses
+
 from jaxtyping import Array, Float
 
-from pallas_kernels._common.config import Config
+from pallas_kernels._common.config import Config, SmallConfig, TileConfig
 from pallas_kernels._common.device import current_device
-from pallas_kernels.dispatch import IMPLEMENTATIONS, Problem, choose, config_for
+from pallas_kernels.dispatch import IMPLEMENTATIONS, MATRICES, Problem, choose, config_for
 from pallas_kernels.layout import MaskLayout
 
 
@@ -26,7 +28,23 @@ def resolve(
         if config is not None:
             raise ValueError(f"implementation='{implementation}' has no tile sizes to configure")
         return implementation, None
-    return implementation, config if config is not None else config_for(problem)
+    if config is None:
+        config = config_for(problem)
+        if implementation == "pallas":
+            config = pallas_config(config, MATRICES[problem.op])
+    return implementation, config
+
+
+def pallas_config(config: Config, matrices: int) -> TileConfig:
+    """A tuned config as the Pallas body can run it: in tiles, without spilling registers.
+
+    Pallas computes addresses inside the loop; with 128 accumulators a thread it spills.
+    """
+    if isinstance(config, SmallConfig):
+        return TileConfig(16, min(64, max(32, config.block_n)), 32, 4, 2, 1)
+    while config.block_m * config.block_n * matrices // (32 * config.num_warps) >= 128:
+        config = dataclasses.replace(config, block_n=config.block_n // 2)
+    return config
 
 
 def run_kernel(
@@ -40,7 +58,6 @@ def run_kernel(
 ) -> Float[Array, "M N"]:
     """Run the `pallas` or `triton` kernel; raise `NotImplementedError` where it cannot run."""
     from pallas_kernels._common import pallas_support, triton_support
-    from pallas_kernels._common.config import TileConfig
 
     capability = current_device().capability
     if implementation == "triton":
@@ -52,5 +69,7 @@ def run_kernel(
     from pallas_kernels._common.pallas_tile import tile_gemm
 
     if not isinstance(config, TileConfig):
-        config = TileConfig(16, min(64, config.block_n), 32, 4, 2, 1)
+        raise NotImplementedError(
+            f"{problem.op}: pallas has no form for {config}; use a TileConfig"
+        )
     return tile_gemm(x, weights, bias, layout, problem.group, config)

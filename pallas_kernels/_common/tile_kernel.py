@@ -1,9 +1,9 @@
 """The compacted form of the output-pruned GEMMs: one Triton body for `gemm_mn` and `swiglu_up`.
 
-A tile is `BLOCK_M` active tokens of a group x `BLOCK_N` of its channels.
+One program computes one tile: `BLOCK_M` active tokens of a group x `BLOCK_N` of its channels.
 
-    tile number -> (band, tile in band) -> (tile_m, group, tile in group) -> rows, columns
-    order of tiles, BAND = 2, 4 token tiles, 3 channel tiles:
+    program id -> (band, tile in band) -> (tile_m, group, tile in group) -> rows, columns
+    launch order, BAND = 2, 4 token tiles, 3 channel tiles (numbers are program ids):
 
                  channel tile 0   1   2          rows of tile_m for group g:
     band 0  tile_m 0          0   2   4            order[g, tile_m * BLOCK_M + 0 .. BLOCK_M - 1]
@@ -35,10 +35,7 @@ from pallas_kernels._common.jit import jit
 
 
 @jit
-def one_tile(
-    tile_m,
-    tile_n,
-    tiles_m,
+def tile_kernel(
     x,  # [M, K]
     w,  # [N, K]
     w_up,  # [N, K], read if GLU
@@ -61,9 +58,17 @@ def one_tile(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Compute tile (tile_m, tile_n) of the drawing above, and write its share of zeros."""
+    """Compute one tile of the drawing above, and write its share of the zeros."""
     TILES_G: tl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
+    TILES_N: tl.constexpr = GROUPS * TILES_G
     COLUMNS: tl.constexpr = 2 * BLOCK_N if GLU else BLOCK_N
+    tile = tl.program_id(0)
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    band = tile // (BAND * TILES_N)
+    in_band = tile - band * (BAND * TILES_N)
+    width = tl.minimum(tiles_m - band * BAND, BAND)
+    tile_m = band * BAND + in_band % width
+    tile_n = in_band // width
     group = tile_n // TILES_G
 
     active = tl.load(count + group)
@@ -160,63 +165,3 @@ def one_tile(
             zeros,
             mask=(more_slots < M)[:, None] & column_ok[None, :],
         )
-
-
-@jit
-def tile_kernel(
-    x,  # [M, K]
-    w,  # [N, K]
-    w_up,  # [N, K], read if GLU
-    bias,  # [N], read if HAS_BIAS
-    order,  # [GROUPS, M] int32
-    count,  # [GROUPS] int32
-    M,
-    out,  # [M, N]
-    N: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GLU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    ZERO_ROWS_PER_STEP: tl.constexpr,  # BLOCK_M rows over the loop's steps, a power of two
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    COUNTS: tl.constexpr,  # GROUPS rounded up to a power of two, read if PERSISTENT
-):
-    """One program a tile; or, if PERSISTENT, one a multiprocessor, each walking over its tiles.
-
-    Persistent programs stop at the last tile that some group computes, unless a group computes so
-    few that its zeros are left to the tiles after it: nothing is launched to find nothing to do.
-    """
-    TILES_N: tl.constexpr = GROUPS * ((G + BLOCK_N - 1) // BLOCK_N)
-    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
-    if PERSISTENT:
-        lane = tl.arange(0, COUNTS)
-        most = tl.max(tl.load(count + lane, mask=lane < GROUPS, other=0), axis=0)
-        least = tl.min(tl.load(count + lane, mask=lane < GROUPS, other=M), axis=0)
-        shared = (least + BLOCK_M - 1) // BLOCK_M * 4 >= tiles_m
-        last_m = tl.where(shared, (most + BLOCK_M - 1) // BLOCK_M, tiles_m)
-        for tile in range(tl.program_id(0), last_m * TILES_N, tl.num_programs(0)):
-            band = tile // (BAND * TILES_N)
-            in_band = tile - band * (BAND * TILES_N)
-            width = tl.minimum(last_m - band * BAND, BAND)
-            one_tile(
-                band * BAND + in_band % width, in_band // width, tiles_m,
-                x, w, w_up, bias, order, count, M, out, N, K, G, GROUPS, GLU, HAS_BIAS,
-                PRECISION, WIDE, ZERO_ROWS_PER_STEP, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-            )  # fmt: skip
-    else:
-        tile = tl.program_id(0)
-        band = tile // (BAND * TILES_N)
-        in_band = tile - band * (BAND * TILES_N)
-        width = tl.minimum(tiles_m - band * BAND, BAND)
-        one_tile(
-            band * BAND + in_band % width, in_band // width, tiles_m,
-            x, w, w_up, bias, order, count, M, out, N, K, G, GROUPS, GLU, HAS_BIAS,
-            PRECISION, WIDE, ZERO_ROWS_PER_STEP, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-        )  # fmt: skip

@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, SmallConfig, TileConfig
-from pallas_kernels._common.device import current_device
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
@@ -77,12 +76,7 @@ def arguments(
                     triton.cdiv(config.block_m, triton.cdiv(k, config.block_k))
                 ),
             )
-            constants |= dict(
-                PERSISTENT=config.persistent, COUNTS=triton.next_power_of_2(layout.groups)
-            )
             grid = triton.cdiv(m, config.block_m) * tiles_n
-            if config.persistent:
-                grid = min(grid, current_device().multiprocessors)
             return [*operands, layout.order, layout.count], constants, grid
         case SmallConfig():
             if m > SMALL_TOKENS:

@@ -1,14 +1,10 @@
-"""`swiglu_up` by XLA's two dense products and one elementwise pass for SwiGLU."""
+"""`swiglu_up` by XLA's two dense products; SwiGLU and mask are one elementwise pass."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels._common.masking import can_clear_in_place, clear_skipped, expand
-
-# Narrower groups are masked in the elementwise pass (it then reads the mask once a channel, 2 % of
-# the whole); wider ones are cleared afterwards, which costs nothing where little is skipped.
-NARROW = 32
+from pallas_kernels._common.masking import expand
 
 
 def swiglu_up(
@@ -23,6 +19,4 @@ def swiglu_up(
     gate = jnp.einsum("md,fd->mf", x, w_gate, precision=precision).astype(jnp.float32)
     up = jnp.einsum("md,fd->mf", x, w_up, precision=precision).astype(jnp.float32)
     h = jax.nn.silu(gate) * up
-    if group_size >= NARROW and can_clear_in_place():
-        return clear_skipped(h.astype(x.dtype), mask, group_size)
     return jnp.where(expand(mask, w_gate.shape[0], group_size), h, 0.0).astype(x.dtype)

@@ -41,10 +41,10 @@ def test_mask_patterns(op, implementation, pattern):
     check(op, implementation, PATTERN_SHAPE, "bfloat16", mask)
 
 
-# Small tiles, so that small shapes have several tiles, bands and walks of a persistent program.
+# Small tiles, so that small shapes have several tiles and bands.
 OWN_CONFIGS = (
     TileConfig(32, 16, 32, 4, 2, band=2),
-    TileConfig(16, 32, 16, 4, 2, band=3, persistent=True),
+    TileConfig(16, 32, 16, 4, 2, band=3),
     SmallConfig(16, 32, 4, 2),
 )
 
