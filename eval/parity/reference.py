@@ -5,10 +5,12 @@ Runs in the environment of torch (`eval/parity/run.sh` makes it) and imports not
 """
 
 import argparse
-import importlib.metadata
 import json
 from pathlib import Path
 
+import lm_eval
+import torch
+import transformers
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
@@ -69,13 +71,13 @@ def main() -> None:
         for key, value in found["results"][args.task].items()
         if key.endswith(",none") and isinstance(value, float) and "stderr" not in key
     }
-    packages = ("lm_eval", "torch", "transformers")
+    packages = (lm_eval, torch, transformers)
     result = {
         "task": args.task,
         "limit": args.limit,
         "metrics": metrics,
         "requests": lm.requests,
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {package.__name__: package.__version__ for package in packages},
     }
     args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
