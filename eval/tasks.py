@@ -24,6 +24,7 @@ from lm_eval.tasks import TaskManager
 from eval import mbpp
 from eval.harness import WideLM
 from eval.records import append_record, common_fields, eval_record
+from eval.scoring import element_dtype
 from eval.speed import measure_speedup
 from eval.store import RequestStore
 from wide_jax.accounting import Accounting
@@ -388,6 +389,8 @@ def _settings(
     return {
         "model": fingerprint or lm.name,
         "routing": type(lm.routing).__name__,
+        "dtype": element_dtype(lm.model).name,
+        "lm_eval": importlib.metadata.version("lm_eval"),
         "max_length": lm.max_length,
         "task": task,
         "limit": config.limit,

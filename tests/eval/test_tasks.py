@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import random
 
 import pytest
@@ -181,6 +182,42 @@ def test_every_kind_of_request(model, tokenizer, data_dir):
         assert result.n > 0
         assert 0 < result.prefill.flops < 1
         assert result.task in result.line()
+
+
+def test_case_D6_word_perplexity_of_a_page(model, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "wikitext2").mkdir()
+    line = json.dumps({"page": " = T = \n \n a b c \n"}) + "\n"
+    path = tmp_path / "wikitext2" / "wikitext2_raw_test.jsonl.gz"
+    path.write_bytes(gzip.compress(line.encode()))
+    lm = lm_of(model, tokenizer)
+    monkeypatch.setattr(lm, "loglikelihood_rolling", lambda requests: [-12.0] * len(requests))
+    [result] = run_tasks(lm, TasksConfig(("wikitext",), data_dir=tmp_path))
+    assert result.metrics["word_perplexity"] == pytest.approx(4.4817, abs=1e-4)
+    assert result.metrics["byte_perplexity"] == pytest.approx(math.exp(12 / 18))
+
+
+def test_case_D6_choices_are_normalised_by_characters_or_bytes(
+    model, tokenizer, tmp_path, monkeypatch
+):
+    path = tmp_path / "choices.jsonl"
+    path.write_text(json.dumps({"gold": 1}) + "\n", encoding="utf-8")
+    task = {
+        "task": "choices",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "q",
+        "doc_to_target": "gold",
+        "doc_to_choice": ["éééé", "abcde"],
+        "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes")],
+    }
+    monkeypatch.setattr("eval.tasks.task_spec", lambda name, data_dir: task)
+    lm = lm_of(model, tokenizer)
+    monkeypatch.setattr(lm, "loglikelihood", lambda requests: [(-8.0, False), (-7.5, False)])
+    [result] = run_tasks(lm, TasksConfig(("choices",), data_dir=tmp_path))
+    # B is right: acc and acc_norm (-2.0 and -1.5) pick it, acc_bytes (-1.0 and -1.5) picks A.
+    assert result.metrics == {"acc": 1.0, "acc_norm": 1.0, "acc_bytes": 0.0}
 
 
 def test_chat_template_and_system_prompt(model, tokenizer, data_dir):
