@@ -131,7 +131,7 @@ def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]
     if failed:
         raise next(iter(failed.values()))
     timings = time_interleaved({n: (c, [(mask,)]) for n, c in compiled.items()}, rounds)
-    chosen = pallas_kernels.layout.api.default_layout_implementation()
+    chosen = pallas_kernels.layout.api.default_layout_implementation(m)
     for name, timing in timings.items():
         yield {
             "op": "mask_layout",

@@ -96,17 +96,22 @@ def mask_layout(
         raise ValueError(f"{tokens=} must be below 2^31: token ids are int32")
     if expected_sparsity is not None and not 0.0 <= expected_sparsity <= 1.0:
         raise ValueError(f"{expected_sparsity=} must be in [0, 1]")
-    order, count = _order(mask, implementation or default_layout_implementation())
+    order, count = _order(mask, implementation or default_layout_implementation(tokens))
     return MaskLayout(mask, order, count, expected_sparsity)
 
 
-def default_layout_implementation() -> LayoutImplementation:
+# The Triton kernels keep the counts of all blocks of 256 tokens in registers.
+TRITON_TOKENS = 512 * 256
+
+
+def default_layout_implementation(tokens: int) -> LayoutImplementation:
     """What `mask_layout` runs when none is named: see docs/kernels.md for the measurements."""
     from pallas_kernels._common import triton_support
 
-    if current_device().capability is None or not triton_support.available():
+    capability = current_device().capability
+    if capability is None or float(capability) < 8.0 or not triton_support.available():
         return "xla"
-    return "triton"
+    return "triton" if tokens <= TRITON_TOKENS else "xla"
 
 
 def _order(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int32
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.jit import jit
+from pallas_kernels.layout.api import TRITON_TOKENS
 
 BLOCK_M = 256
 BLOCK_G = 16
@@ -97,9 +98,9 @@ def order_tokens(
     triton_support.require_device("mask_layout", current_device().capability)
     tokens, groups = mask.shape
     blocks = triton.cdiv(tokens, BLOCK_M)
-    if blocks > 4096:
+    if tokens > TRITON_TOKENS:
         raise NotImplementedError(
-            f"mask_layout: the triton implementation orders up to {4096 * BLOCK_M} tokens at a "
+            f"mask_layout: the triton implementation orders up to {TRITON_TOKENS} tokens at a "
             f"time, got {tokens}; use implementation='xla'"
         )
     grid = blocks * triton.cdiv(groups, BLOCK_G)

@@ -210,7 +210,7 @@ OTHERS = {
             "order": "*i32",
             "count": "*i32",
         },
-        LAYOUT | {"BLOCKS": 64},
+        LAYOUT | {"BLOCKS": 512},
     ),
     "zero": (
         zero_kernel,
