@@ -36,6 +36,7 @@ from pallas_kernels import dispatch
 from pallas_kernels._common.config import to_json
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.testing import relative_error
+from pallas_kernels.layout.api import LayoutImplementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +120,11 @@ def copy_record(rounds: int) -> dict[str, Any]:
 def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Time of `mask_layout` by every implementation that runs here."""
     mask = make_mask("random", Product("gemm_mn", m, groups, 1, 1), 0.5)
-    functions = {}
-    for name in ("xla", "pallas", "triton"):
+    functions: dict[str, Any] = {}
+    names: tuple[LayoutImplementation, ...] = ("xla", "pallas", "triton")
+    for name in names:
 
-        def order(mask, name=name):
+        def order(mask, name: LayoutImplementation = name):
             layout = pallas_kernels.mask_layout(mask, implementation=name)
             return layout.order, layout.count
 

@@ -54,9 +54,13 @@ def table_figure(table: Table) -> matplotlib.figure.Figure:
     """Speedup of a measured table's winners by group size and token count, 50 % skipped."""
     figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
     for axes, op in zip(figure.subplots(1, len(MARKERS), sharey=True), MARKERS, strict=True):
-        entries = [e for e in table.entries if e.op == op and e.sparsity == 0.5 and e.ms]
-        for tokens in sorted({e.m for e in entries}):
-            cells = sorted((e.group, e.dense_ms / e.ms) for e in entries if e.m == tokens)
+        speedups = [
+            (e.m, e.group, e.dense_ms / e.ms)
+            for e in table.entries
+            if e.op == op and e.sparsity == 0.5 and e.ms and e.dense_ms
+        ]
+        for tokens in sorted({m for m, _, _ in speedups}):
+            cells = sorted((group, speedup) for m, group, speedup in speedups if m == tokens)
             axes.plot(*zip(*cells, strict=True), marker="o", label=f"{tokens:,}")
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.axhline(2.0, color="black", linewidth=0.8, linestyle=":")

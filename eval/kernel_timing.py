@@ -64,6 +64,8 @@ def compile_all(
         compiled = jax.jit(run).lower(*arguments).compile()
         jax.block_until_ready(compiled(*arguments))
         memory = compiled.memory_analysis()
+        if memory is None:
+            raise RuntimeError(f"this backend cannot say what memory {module} needs")
         return Compiled(
             compiled,
             f"jit_{module}",

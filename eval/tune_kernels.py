@@ -229,7 +229,9 @@ def derive(device: Device, config: TuneConfig) -> tuned.Table:
     """The table of a card that nobody measured, from `DERIVATION`'s model."""
     rate = {128: 0.85, 64: 0.65, 32: 0.45, 16: 0.25}
     entries = []
-    shapes = [("gemm_mn", m, g) for m in config.tokens for g in config.query_groups]
+    shapes: list[tuple[OpName, int, int]] = [
+        ("gemm_mn", m, g) for m in config.tokens for g in config.query_groups
+    ]
     shapes += [("swiglu_up", m, g) for m in config.tokens for g in config.ffn_groups]
     for (op, m, group), s in itertools.product(shapes, config.sparsities):
         problem = product(op, m, group, config.model)

@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+import jax
+
 from pallas_kernels._common import triton_support, tuned
 from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels._common.config import Implementation as Implementation
 from pallas_kernels._common.device import Device, current_device
 
 Op = Literal["gemm_mn", "swiglu_up"]
-Implementation = Literal["reference", "dense", "pallas", "triton"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "dense", "pallas", "triton")
 
 # What a hint of None stands for: the sparsity the method is usually trained to.
@@ -39,6 +41,14 @@ class Problem:
     group: int
     dtype: str
     expected_sparsity: float | None = None
+
+    @classmethod
+    def of(
+        cls, op: Op, x: jax.Array, w: jax.Array, group: int, expected_sparsity: float | None
+    ) -> "Problem":
+        """The problem of a call's operands: `x[m, k]`, and one weight `w[n, k]`."""
+        (m, k), n = x.shape, w.shape[0]
+        return cls(op, m, n, k, group, x.dtype.name, expected_sparsity)
 
     @property
     def small(self) -> bool:
@@ -88,7 +98,7 @@ def choose(problem: Problem, device: Device | None = None) -> Choice:
     if float(device.capability) < 8.0:
         reason = f"kernels need compute capability 8.0 or later, not {device.capability}"
         return Choice("dense", None, reason, measured=False)
-    choice = _from_table(problem, device)
+    choice = _from_table(problem, device, device.capability)
     if choice.implementation == "triton" and not triton_support.available():
         reason = f"jax-triton and triton are not installed (the `gpu` extra); {choice.reason}"
         log.warning("%s runs dense through XLA: %s", problem.op, reason)
@@ -112,15 +122,15 @@ def config_for(problem: Problem, device: Device | None = None) -> Config:
     return default_config(problem, device.shared_memory_per_block, device.capability)
 
 
-def _from_table(problem: Problem, device: Device) -> Choice:
+def _from_table(problem: Problem, device: Device, capability: str) -> Choice:
     found = tuned.table_for(device)
     if found is None:
-        config = default_config(problem, device.shared_memory_per_block, device.capability)
+        config = default_config(problem, device.shared_memory_per_block, capability)
         return Choice("triton", config, f"no table for {device.kind}: derived", measured=False)
     table, exact = found
     entry = _nearest(problem, device, table, lambda e: True)
     if entry is None:
-        config = default_config(problem, device.shared_memory_per_block, device.capability)
+        config = default_config(problem, device.shared_memory_per_block, capability)
         reason = f"no entry for {problem.op} in {problem.dtype} for {table.device_kind}: derived"
         return Choice("triton", config, reason, measured=False)
     reason = (

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import lm_eval
-import torch
+import torch  # pyrefly: ignore[missing-import]  # runs in make parity's own environment
 import transformers
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM

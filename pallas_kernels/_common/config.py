@@ -1,7 +1,9 @@
 """Tile sizes of the GEMM kernels: frozen, checked, and written to JSON and back."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
+
+Implementation = Literal["reference", "dense", "pallas", "triton"]
 
 
 def _power_of_two(value: int) -> bool:

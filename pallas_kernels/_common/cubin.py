@@ -88,13 +88,20 @@ def _usage(compiled: Any) -> Usage:
         )
     usage = text.stdout + text.stderr
     return Usage(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        spills=int(re.search(r"STACK:(\d+)", usage)[1]),
+        registers=_figure("REG", usage),
+        spills=_figure("STACK", usage),
         shared_memory=compiled.metadata.shared,
         instructions=frozenset(
             marker for marker in MARKERS if re.search(rf"[\s]{re.escape(marker)}", ptx)
         ),
     )
+
+
+def _figure(name: str, usage: str) -> int:
+    found = re.search(rf"{name}:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage names no {name}: {usage}")
+    return int(found[1])
 
 
 def _cuobjdump() -> str:

@@ -40,6 +40,11 @@ class _Tensor:
         self.storage = None if array is None else _Storage(array)
         self.dtype = None if array is None else array.dtype.name
 
+    def _stored(self) -> _Storage:
+        if self.storage is None:
+            raise RuntimeError("the interpreter read a tensor before it was given memory")
+        return self.storage
+
     def set_(self, storage, offset, size, stride):
         self.storage = storage
 
@@ -52,16 +57,16 @@ class _Tensor:
         return self.storage
 
     def data_ptr(self):
-        return self.storage.data_ptr()
+        return self._stored().data_ptr()
 
     def storage_offset(self):
         return 0
 
     def size(self):
-        return self.storage.array.shape
+        return self._stored().array.shape
 
     def stride(self):
-        return self.storage.array.strides
+        return self._stored().array.strides
 
 
 @functools.cache

@@ -4,15 +4,15 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels._common.config import Config, Implementation, SmallConfig, TileConfig
 from pallas_kernels._common.device import current_device
 from pallas_kernels.dispatch import IMPLEMENTATIONS, MATRICES, Problem, choose, config_for
 from pallas_kernels.layout import MaskLayout
 
 
 def resolve(
-    problem: Problem, implementation: str | None, config: Config | None
-) -> tuple[str, Config | None]:
+    problem: Problem, implementation: Implementation | None, config: Config | None
+) -> tuple[Implementation, Config | None]:
     """The implementation to run and its config; `None` asks the table.
 
     Raises `ValueError` on an unknown name, or a config for what has none.
@@ -49,7 +49,7 @@ def pallas_config(config: Config, matrices: int) -> TileConfig:
 
 def run_kernel(
     problem: Problem,
-    implementation: str,
+    implementation: Implementation,
     x: Float[Array, "M K"],
     weights: tuple[Float[Array, "N K"], ...],
     bias: Float[Array, " N"] | None,

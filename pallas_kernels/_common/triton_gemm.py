@@ -1,5 +1,6 @@
 """Launching the Triton bodies of the output-pruned GEMMs (shared by `gemm_mn` and `swiglu_up`)."""
 
+import math
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def arguments(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
     )
-    tiles_n = layout.groups * triton.cdiv(group_size, config.block_n)
+    tiles_n = layout.groups * math.ceil(group_size / config.block_n)
     # An operand that is not read still takes its place in the kernel's signature.
     operands = [x, weights[0], weights[-1], weights[0] if bias is None else bias]
     match config:
@@ -76,7 +77,7 @@ def arguments(
                     triton.cdiv(config.block_m, triton.cdiv(k, config.block_k))
                 ),
             )
-            grid = triton.cdiv(m, config.block_m) * tiles_n
+            grid = math.ceil(m / config.block_m) * tiles_n
             return [*operands, layout.order, layout.count], constants, grid
         case SmallConfig():
             if m > SMALL_TOKENS:
@@ -98,7 +99,7 @@ def zero_skipped(
         [mask],
         [m],
         [],
-        grid=triton.cdiv(m, block_m) * groups,
+        grid=math.ceil(m / block_m) * groups,
         constants=dict(N=n, G=group_size, GROUPS=groups, BLOCK_M=block_m, BLOCK_N=block_n),
         num_warps=4,
         num_stages=1,

@@ -12,7 +12,7 @@ import pathlib
 from importlib import resources
 from typing import Any
 
-from pallas_kernels._common.config import Config, from_json, to_json
+from pallas_kernels._common.config import Config, Implementation, from_json, to_json
 from pallas_kernels._common.device import TABLE_FOR_CAPABILITY, Device
 
 # A folder of tables that come before the package's own: where `wide tune` writes.
@@ -30,7 +30,7 @@ class Entry:
     k: int
     group: int
     sparsity: float
-    implementation: str
+    implementation: Implementation
     config: Config | None
     ms: float | None = None
     dense_ms: float | None = None
@@ -73,8 +73,8 @@ def read(text: str) -> Table:
     data = json.loads(text)
     entries = []
     for item in data.pop("entries"):
-        config = None if item["config"] is None else from_json(item["config"])
-        entries.append(Entry(**{**item, "config": config}))
+        config = item.pop("config")
+        entries.append(Entry(**item, config=None if config is None else from_json(config)))
     return Table(entries=tuple(entries), **data)
 
 

@@ -45,13 +45,11 @@ def gemm_mn(
     check_bias("gemm_mn", bias, x, w.shape[0])
     if x.shape[0] == 0:
         return empty_result(x, w.shape[0])
-    problem = Problem(
-        "gemm_mn", *x.shape[:1], *w.shape, group_size, x.dtype.name, layout.expected_sparsity
-    )
-    implementation, config = resolve(problem, implementation, config)
+    problem = Problem.of("gemm_mn", x, w, group_size, layout.expected_sparsity)
+    chosen, config = resolve(problem, implementation, config)
     if config is not None:
-        return run_kernel(problem, implementation, x, (w,), bias, layout, config)
-    if implementation == "dense":
+        return run_kernel(problem, chosen, x, (w,), bias, layout, config)
+    if chosen == "dense":
         from pallas_kernels.gemm_mn.dense import gemm_mn as run
     else:
         from pallas_kernels.gemm_mn.reference import gemm_mn as run

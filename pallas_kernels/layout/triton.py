@@ -7,6 +7,8 @@ place: before[g] = sum of partial[< block, g]; count[g] = sum of partial[:, g]
        skipped token -> slot count + (first token of the block - before) + its rank
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -97,13 +99,13 @@ def order_tokens(
     """See `reference.order_tokens`."""
     triton_support.require_device("mask_layout", current_device().capability)
     tokens, groups = mask.shape
-    blocks = triton.cdiv(tokens, BLOCK_M)
+    blocks = math.ceil(tokens / BLOCK_M)
     if tokens > TRITON_TOKENS:
         raise NotImplementedError(
             f"mask_layout: the triton implementation orders up to {TRITON_TOKENS} tokens at a "
             f"time, got {tokens}; use implementation='xla'"
         )
-    grid = blocks * triton.cdiv(groups, BLOCK_G)
+    grid = blocks * math.ceil(groups / BLOCK_G)
     blocking = dict(GROUPS=groups, BLOCK_M=BLOCK_M, BLOCK_G=BLOCK_G)
     (partial,) = triton_support.launch(
         count_kernel,

@@ -29,18 +29,11 @@ def swiglu_up(
     group_size = check_gemm("swiglu_up", x, weights, layout, group_size)
     if x.shape[0] == 0:
         return empty_result(x, w_gate.shape[0])
-    problem = Problem(
-        "swiglu_up",
-        *x.shape[:1],
-        *w_gate.shape,
-        group_size,
-        x.dtype.name,
-        layout.expected_sparsity,
-    )
-    implementation, config = resolve(problem, implementation, config)
+    problem = Problem.of("swiglu_up", x, w_gate, group_size, layout.expected_sparsity)
+    chosen, config = resolve(problem, implementation, config)
     if config is not None:
-        return run_kernel(problem, implementation, x, (w_gate, w_up), None, layout, config)
-    if implementation == "dense":
+        return run_kernel(problem, chosen, x, (w_gate, w_up), None, layout, config)
+    if chosen == "dense":
         from pallas_kernels.swiglu_up.dense import swiglu_up as run
     else:
         from pallas_kernels.swiglu_up.reference import swiglu_up as run
