@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplexity
-from eval.records import append_record, eval_record
+from eval.records import append_record, commit, eval_record
 from eval.text import TokenizedText, read_text, tokenize
 from wide_jax.model import WideForCausalLM
 
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", choices=TASK_VALUES, nargs="*", default=[])
     parser.add_argument("--record", type=Path, help="add the results to this JSON lines file")
     args = parser.parse_args(argv)
+    commit()
     model, tokenizer, name = load_embedded()
     off = False
     for task in args.tasks:

@@ -6,6 +6,7 @@ are present and null.
 """
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -147,8 +148,13 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+@functools.cache
 def commit() -> str | None:
-    """The commit this code is at, with `+` if tracked files differ; None outside a checkout."""
+    """The commit this code is at, with `+` if tracked files differ; None outside a checkout.
+
+    Asked once a process: a long command calls it when it starts, so that commits made while it
+    runs do not get into its records.
+    """
     folder = Path(__file__).resolve().parent
     try:
         head = _git(folder, "rev-parse", "HEAD")

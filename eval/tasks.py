@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from eval import mbpp
 from eval.harness import WideLM
-from eval.records import append_record, common_fields, eval_record
+from eval.records import append_record, commit, common_fields, eval_record
 from eval.scoring import element_dtype
 from eval.speed import measure_speedup
 from eval.store import RequestStore
@@ -190,6 +190,7 @@ def run_tasks(
         ValueError: an unknown task, or an output folder of other settings.
         FileNotFoundError: missing local data.
     """
+    commit()  # before anything runs
     plain = "wide" if isinstance(lm.routing, Argmax) else "dense"
     recipe = {"method": plain} | dict(recipe or {})
     results: list[TaskResult] = []

@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 
 from eval.harness import HarnessConfig, WideLM
-from eval.records import append_record, common_fields
+from eval.records import append_record, commit, common_fields
 from eval.tasks import TasksConfig, run_tasks
 
 BOUND = 1e-3  # nats, on each request's log-likelihood, in float32
@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--record", type=Path)
     args = parser.parse_args(argv)
+    commit()
     reference = json.loads(args.reference.read_text(encoding="utf-8"))
     model, tokenizer, name = load_embedded()
     config = HarnessConfig(batch_size=args.batch_size, progress=sys.stderr.isatty())
