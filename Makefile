@@ -35,8 +35,12 @@ test-ends: $(VENV)-oldest/.ends $(VENV)-newest/.ends
 	$(VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile -q $(ARGS)
 	$(VENV)-newest/bin/python -m pytest -n 2 --dist loadfile -q $(ARGS)
 
+# The harness is compared on real tasks, so that part needs their data (DATA_DIR).
+DATA_DIR ?= ../shared/data
 parity: $(VENV)/.dev
 	tests/parity/run.sh $(BIN)/python
+	@if [ -d "$(DATA_DIR)" ]; then eval/parity/run.sh "$(DATA_DIR)" $(BIN)/python; \
+	else echo "no task data at $(DATA_DIR): the harness is not compared (set DATA_DIR)"; fi
 
 $(VENV)/bin/python:
 	@python="$$(tools/find_python.sh)" && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
