@@ -1,6 +1,7 @@
 """`wide convert`: a checked copy of a checkpoint as a plain Hugging Face folder."""
 
 import dataclasses
+import resource
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,3 +46,5 @@ def main(args: Args) -> None:
             progress=advance_bytes(advance),
         )
     console.print(f"converted: [bold]{folder}[/bold]", soft_wrap=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    console.print(f"peak host memory of this process: {peak / 2**30:.2f} GiB")
