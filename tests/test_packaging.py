@@ -26,7 +26,7 @@ def test_wheel_has_the_four_packages_and_no_results(tmp_path):
     top = {file.split("/")[0] for file in files if ".dist-info" not in file}
     assert top == {"wide_jax", "pallas_kernels", "train", "eval"}
     assert not [file for file in files if "results" in file or file.endswith((".npz", ".gz"))]
-    assert "pallas_kernels/__init__.py" in files
+    assert "pallas_kernels/tuned/nvidia_h200.json" in files
     entry_points = next(file for file in files if file.endswith("entry_points.txt"))
     assert "wide = wide_jax.cli.main:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
 
