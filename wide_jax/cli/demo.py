@@ -68,7 +68,7 @@ class Args:
     """Part of each module to skip."""
     ffn_group_size: int = 64
     """FFN channels that are run or skipped together."""
-    updates: int = 320
+    updates: int = 400
     """Training updates of each method."""
     tokens_per_update: int = 128
     """Tokens of text in an update. In a run this short, more and smaller updates teach the routers
