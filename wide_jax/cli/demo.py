@@ -37,8 +37,8 @@ from wide_jax.routing import AllOn, Argmax
 WINDOW = 512
 NO_BENCHMARK = (
     "This is a demonstration, not a benchmark: a few minutes of training on {text}. It shows that "
-    "the parts work together and which way the methods lean. Real calibration takes about a "
-    "thousand times more tokens (docs/train.md)."
+    "the parts work together and which way the methods lean. Real calibration takes more than ten "
+    "thousand times as many tokens (docs/train.md)."
 )
 
 
