@@ -19,7 +19,7 @@ from wide_jax.cli.start import Platform, start
 from wide_jax.hf.check import check_folder
 from wide_jax.hf.pretrained import from_pretrained
 from wide_jax.hf.resolve import resolve_model
-from wide_jax.hf.tokenizer import load_tokenizer
+from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
 from wide_jax.hf.wide_folder import base_folder
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn
@@ -86,10 +86,7 @@ def _has_torch() -> bool:
 
 
 def _text(tokenizer: Any) -> TokenizedText:
-    def encode(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-
-    return tokenize(Text(python_reference().held_out), encode, join=True)
+    return tokenize(Text(python_reference().held_out), text_encoder(tokenizer), join=True)
 
 
 def _judge_perplexity(

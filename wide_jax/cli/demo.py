@@ -29,7 +29,7 @@ from wide_jax.hf.load import load_weights
 from wide_jax.hf.pretrained import build, from_pretrained, new_routers, save_pretrained
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.save import check_target
-from wide_jax.hf.tokenizer import load_tokenizer
+from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
 from wide_jax.hf.wide_folder import base_folder
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax
@@ -158,9 +158,7 @@ def _text(args: Args) -> DemoText:
 
 
 def _tokenize(text: DemoText, tokenizer: Any) -> tuple[np.ndarray, TokenizedText]:
-    def encode(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-
+    encode = text_encoder(tokenizer)
     train = tokenize(Text(text.train), encode, join=True).documents[0]
     return train, tokenize(Text(text.held_out), encode, join=True)
 

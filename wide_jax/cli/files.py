@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from wide_jax.hf.save import umask
+
 
 def check_writable_file(path: Path) -> None:
     """Raise OSError now if `write_json` could not write `path` later."""
@@ -23,11 +25,5 @@ def write_json(path: Path, value: Any) -> None:
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.write("\n")
-    os.chmod(file.name, 0o666 & ~_umask())
+    os.chmod(file.name, 0o666 & ~umask())
     os.replace(file.name, path)
-
-
-def _umask() -> int:
-    value = os.umask(0)
-    os.umask(value)
-    return value

@@ -16,7 +16,7 @@ from wide_jax.hf.mapping import is_router
 from wide_jax.hf.pretrained import from_pretrained, tensors_of
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.save import fingerprint
-from wide_jax.hf.tokenizer import load_tokenizer
+from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
 from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
 from wide_jax.model import WideForCausalLM
 
@@ -35,9 +35,7 @@ class LoadedModel:
     @property
     def encode(self) -> Callable[[str], list[int]]:
         """Text to ids, without special tokens."""
-        return lambda part: self.tokenizer(part, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        return text_encoder(self.tokenizer)
 
     def fingerprint(self) -> str:
         """Of the stored base weights and, with routers, of those too; reads all of them."""

@@ -42,7 +42,7 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Generator[P
     check_target(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    fresh.chmod(0o777 & ~_umask())
+    fresh.chmod(0o777 & ~umask())
     try:
         yield fresh
         check_target(target, overwrite=overwrite)
@@ -258,7 +258,8 @@ def _replace(fresh: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The process's file mode mask, which temporary files do not follow by themselves."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,6 +1,7 @@
 """Tokenizers through `transformers.AutoTokenizer`, without torch and without a network."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Text to ids without special tokens, and without a warning about long texts."""
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
