@@ -1,0 +1,118 @@
+"""Tile sizes of the attention kernels: frozen, checked, and written to JSON and back."""
+
+import dataclasses
+from typing import Any, Literal
+
+AttentionImplementation = Literal["reference", "dense", "triton", "mosaic"]
+
+
+def head_block(d: int) -> int:
+    """Columns of a tile that holds heads of size d: a power of two."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def _check_powers(config: Any, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{field}={value} must be a power of two")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashConfig:
+    """Prefill in Triton: `block_m` gathered queries of one head against `block_n` keys a step."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        _check_powers(self, "block_m", "block_n", "num_warps")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+
+    def shared_memory_bytes(self, d: int, itemsize: int, capability: str) -> int:
+        """Model of the shared memory of one thread block, bytes.
+
+        wgmma (capability 9) reads q, k and v from shared memory; mma.sync keeps q in registers
+        and passes it, like the result, through the same memory.
+        """
+        columns = head_block(d)
+        keys = 2 * self.num_stages * self.block_n * columns * itemsize
+        queries = self.block_m * columns * itemsize
+        return keys + queries if capability.startswith("9.") else max(keys, queries)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """Prefill in Mosaic GPU: two warpgroups of 64 queries, `stages` buffers of `block_n` keys."""
+
+    block_n: int
+    stages: int
+
+    BLOCK_M = 128  # queries of a tile: 64 for each of the two consumer warpgroups
+
+    def __post_init__(self):
+        if self.block_n % 64 or self.block_n < 64:
+            raise ValueError(f"block_n={self.block_n} must be a multiple of 64")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+    def shared_memory_bytes(self, d: int, itemsize: int, capability: str = "9.0") -> int:
+        """Shared memory of one thread block, bytes: q (reused for the result), k and v, barriers.
+
+        1 KiB is left for the two tiles' ranges, the barriers and alignment.
+        """
+        del capability
+        ranges = 2 * self.BLOCK_M * 4
+        keys = 2 * self.stages * self.block_n * d * itemsize
+        return self.BLOCK_M * d * itemsize + keys + ranges + 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Decode in Triton: a program reads `split` slots of one kv head, `block_n` at a time."""
+
+    split: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        _check_powers(self, "split", "block_n", "num_warps")
+        if self.split < self.block_n:
+            raise ValueError(f"split={self.split} must be at least block_n={self.block_n}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+
+    def shared_memory_bytes(self, d: int, itemsize: int, capability: str) -> int:
+        """Model of the shared memory of one thread block, bytes: the buffers of k and v."""
+        del capability
+        return 2 * self.num_stages * self.block_n * head_block(d) * itemsize + 4096
+
+
+AttentionConfig = FlashConfig | MosaicConfig | DecodeConfig
+FORMS: dict[str, type[FlashConfig] | type[MosaicConfig] | type[DecodeConfig]] = {
+    "flash": FlashConfig,
+    "mosaic": MosaicConfig,
+    "decode": DecodeConfig,
+}
+
+
+def to_json(config: AttentionConfig) -> dict[str, Any]:
+    """The JSON object of a config; `from_json` reads it back."""
+    form = next(name for name, cls in FORMS.items() if isinstance(config, cls))
+    return {"form": form, **dataclasses.asdict(config)}
+
+
+def from_json(data: dict[str, Any]) -> AttentionConfig:
+    """A config from its JSON object. Raises `ValueError` on an unknown form or field."""
+    fields = dict(data)
+    form = fields.pop("form", None)
+    if form not in FORMS:
+        raise ValueError(f"unknown config form {form!r}; known: {sorted(FORMS)}")
+    try:
+        return FORMS[form](**fields)
+    except TypeError as error:
+        raise ValueError(f"config {data} does not fit {FORMS[form].__name__}: {error}") from error

@@ -1,0 +1,99 @@
+"""The public function of decode attention."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels._attention.checks import check_heads, check_rows, check_settings
+from pallas_kernels._attention.config import AttentionConfig, AttentionImplementation
+from pallas_kernels._attention.dispatch import AttentionProblem, resolve
+from pallas_kernels._attention.ranges import visible_ranges
+
+
+def attention_decode(
+    q: Float[Array, "B Hq d"],
+    k_cache: Float[Array, "B S Hk d"],
+    v_cache: Float[Array, "B S Hk d"],
+    mask: Bool[Array, "B Ga"] | None,
+    lengths: Int[Array, " B"],
+    *,
+    first: Int[Array, " B"] | None = None,
+    sliding_window: int | None = None,
+    scale: float | None = None,
+    expected_sparsity: float | None = None,
+    implementation: AttentionImplementation | None = None,
+    config: AttentionConfig | None = None,
+) -> Float[Array, "B Hq d"]:
+    """One query a row: `out[b, h] = mask ? softmax_s(scale q[b, h] . k[b, s, h']) v[b, s, h'] : 0`.
+
+    h' = h // (Hq / Hk). Row b's query is its newest token, at slot lengths[b] - 1, whose k and v
+    are in the cache; it sees slots `first[b] <= s < lengths[b]`, inside the window. Sums are
+    float32 and do not depend on how slots are split over programs beyond float32 rounding.
+    Skipped heads and rows of no tokens are exact zeros; slots outside may hold NaN. The kernel
+    reads k and v of a kv head once, and not at all when every group that reads them is off.
+
+    Args:
+        q: rotated queries, bfloat16, float16 or float32.
+        k_cache: rotated keys of q's dtype.
+        v_cache: values, like k_cache.
+        mask: True = active; group g is heads `g Hq / Ga ...`. None: everything is on.
+        lengths: slots of every row that hold tokens, the query's own included.
+        first: the first of them, where rows are padded on the left. None: 0.
+        sliding_window: how many slots a query sees at most, its own included.
+        scale: of the logits, by default d ** -0.5.
+        expected_sparsity: static hint for the choice of implementation, never for the result.
+        implementation: `reference`, `dense` (cuDNN, then zeros), `triton`: runs or raises. None:
+            what the table of this device says (`pallas_kernels.explain_attention`).
+        config: tile sizes for a named kernel, in place of the table's.
+
+    Raises:
+        ValueError: shapes, dtypes or names that do not fit, with the numbers.
+        NotImplementedError: the named implementation cannot run this here; or the result of a
+            kernel is being differentiated.
+    """
+    op = "attention_decode"
+    if q.ndim != 3:
+        raise ValueError(f"{op}: q must be [B, Hq, d], got {q.shape}")
+    check_heads(op, q, k_cache, v_cache, None if mask is None else mask.shape[-1])
+    (b, hq, d), (s, hk) = q.shape, k_cache.shape[1:3]
+    if mask is not None and (mask.ndim != 2 or mask.shape[0] != b or mask.dtype != jnp.bool_):
+        raise ValueError(f"{op}: mask must be bool [{b}, Ga], got {mask.dtype}{list(mask.shape)}")
+    check_rows(op, b, lengths=lengths, first=first)
+    scale = check_settings(op, sliding_window, scale, d)
+    if 0 in (b, s):
+        return jnp.zeros(q.shape, q.dtype)
+    problem = AttentionProblem(
+        op,
+        b,
+        1,
+        s,
+        hq,
+        hk,
+        d,
+        hq if mask is None else hq // mask.shape[1],
+        q.dtype.name,
+        0.0 if mask is None else expected_sparsity,
+        first is None and sliding_window is None,
+    )
+    chosen, config = resolve(problem, implementation, config)
+    if chosen == "dense":
+        from pallas_kernels.attention_decode.dense import attention as dense
+
+        return dense(q, k_cache, v_cache, mask, lengths, scale, plain=problem.plain)
+    low, high = visible_ranges(
+        1,
+        s,
+        start=lengths - 1,
+        lengths=lengths,
+        first=jnp.zeros((b,), jnp.int32) if first is None else first,
+        segment_ids=None,
+        sliding_window=sliding_window,
+    )
+    if mask is None:
+        mask = jnp.ones((b, 1), bool)
+    if chosen == "reference":
+        from pallas_kernels.attention_decode.reference import attention as reference
+
+        return reference(q, k_cache, v_cache, mask, low[:, 0], high[:, 0], scale)
+    from pallas_kernels.attention_decode.triton import attention as run
+
+    return run(q, k_cache, v_cache, mask, low[:, 0], high[:, 0], scale, config)
