@@ -1,5 +1,6 @@
 """GPU kernels for products and attention that skip (token, group) pairs; usable on their own.
 
+    normed, mask = norm_route(x, norm_weight, router, eps=1e-5)   # what runs for which token
     layout = mask_layout(mask)              # once per routing decision
     q = gemm_mn(x, w_q, layout_attention)   # query projection of the active head groups
     h = swiglu_up(x, w_gate, w_up, layout)  # FFN channels of the active groups
@@ -12,4 +13,6 @@ from pallas_kernels.dispatch import explain as explain
 from pallas_kernels.gemm_mn import gemm_mn as gemm_mn
 from pallas_kernels.layout import MaskLayout as MaskLayout
 from pallas_kernels.layout import mask_layout as mask_layout
+from pallas_kernels.norm_route import RouterWeights as RouterWeights
+from pallas_kernels.norm_route import norm_route as norm_route
 from pallas_kernels.swiglu_up import swiglu_up as swiglu_up

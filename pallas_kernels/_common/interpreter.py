@@ -78,11 +78,23 @@ def _interpreted(function: Any) -> Any:
 
 @contextlib.contextmanager
 def _device_functions_interpreted() -> Iterator[None]:
-    """Triton's own library (`tl.sum`, ...) was compiled for a GPU at import: interpret it too."""
+    """Functions that a kernel calls, Triton's own library among them, are interpreted too.
+
+    Each call's patches of the language are undone: Triton's own interpreter leaves them, and a
+    kernel could not be compiled afterwards.
+    """
+    from triton.runtime.interpreter import _patch_lang
     from triton.runtime.jit import JITFunction
 
+    def interpret(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patches = _patch_lang(self.fn)
+        try:
+            return _interpreted(self.fn).rewrite()(*args, **kwargs)
+        finally:
+            patches.restore()
+
     compiled_call = JITFunction.__call__
-    JITFunction.__call__ = lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs)
+    JITFunction.__call__ = interpret
     try:
         yield
     finally:

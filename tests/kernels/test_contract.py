@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -238,14 +237,6 @@ def test_case_E4_no_tokens_is_no_launch(op, implementation):
     layout = pallas_kernels.mask_layout(jnp.zeros((0, 2), bool))
     y = op(op.operands(shape, "bfloat16"), layout, shape, implementation)
     assert y.shape == (0, 64)
-
-
-@pytest.fixture
-def unchecked_types():
-    """As users run it: without the shape checks that tests add."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @each_op

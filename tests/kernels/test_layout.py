@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -45,13 +44,6 @@ def test_layout_is_a_pytree_with_a_static_hint():
     assert paths == [".mask", ".order", ".count"]
     with pytest.raises(AttributeError, match="cannot assign"):
         layout.count = None
-
-
-@pytest.fixture
-def unchecked_types():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_no_tokens():

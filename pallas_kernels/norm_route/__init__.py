@@ -1,0 +1,4 @@
+"""RMS norm and routing decision of a sublayer, from one pass over the residual stream."""
+
+from pallas_kernels.norm_route.api import RouterWeights as RouterWeights
+from pallas_kernels.norm_route.api import norm_route as norm_route

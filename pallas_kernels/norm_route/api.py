@@ -1,0 +1,103 @@
+"""The public function of the fused norm and router."""
+
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels._common import triton_support
+from pallas_kernels._common.checks import DTYPES
+from pallas_kernels._common.device import current_device
+
+RouteImplementation = Literal["reference", "triton"]
+
+
+class RouterWeights(NamedTuple):
+    """A router's two linear maps, float32, `[out, in]`.
+
+    Rows 2 g and 2 g + 1 of `router` are group g's execute and skip logits.
+    """
+
+    compressor: Float[Array, "R D"]
+    compressor_bias: Float[Array, " R"]
+    router: Float[Array, "G2 R"]
+    router_bias: Float[Array, " G2"]
+
+    @property
+    def groups(self) -> int:
+        """The number of groups that the router decides about."""
+        return self.router.shape[0] // 2
+
+
+def norm_route(
+    x: Float[Array, "M D"],
+    norm_weight: Float[Array, " D"],
+    weights: RouterWeights,
+    *,
+    eps: float,
+    threshold: float = 0.0,
+    implementation: RouteImplementation | None = None,
+) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"]]:
+    """What enters a sublayer, and which of its groups run.
+
+    `normed = norm_weight * x / sqrt(mean(x^2) + eps)` (arXiv 1910.07467, float32 inside),
+    `logits = (x compressor^T + compressor_bias) router^T + router_bias` from x *before* its norm,
+    `mask[m, g] = logits[m, 2 g] - logits[m, 2 g + 1] >= threshold`. Routing is float32 at highest
+    precision whatever x's dtype: TF32 would flip decisions near ties.
+
+    Args:
+        x: M tokens of the residual stream, bfloat16, float16 or float32.
+        norm_weight: of x's dtype.
+        weights: float32.
+        eps: of the norm.
+        threshold: how far the execute logit must lie above the skip logit.
+        implementation: `reference` (jnp) or `triton`: runs or raises. None: `triton` on a CUDA
+            device that can, else `reference`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, with the numbers.
+        NotImplementedError: the named implementation cannot run here; or the result of the kernel
+            is being differentiated.
+    """
+    _check(x, norm_weight, weights)
+    match implementation or default_route_implementation():
+        case "reference":
+            from pallas_kernels.norm_route.reference import norm_route as run
+        case "triton":
+            if x.shape[0] == 0:  # nothing to launch
+                from pallas_kernels.norm_route.reference import norm_route as run
+            else:
+                from pallas_kernels.norm_route.triton import norm_route as run
+        case _:
+            raise ValueError(f"unknown {implementation=}; known: reference, triton")
+    return run(x, norm_weight, weights, eps, threshold)
+
+
+def default_route_implementation() -> RouteImplementation:
+    """What `norm_route` runs when none is named."""
+    capability = current_device().capability
+    if capability is None or float(capability) < 8.0 or not triton_support.available():
+        return "reference"
+    return "triton"
+
+
+def _check(x, norm_weight, weights: RouterWeights) -> None:
+    if x.ndim != 2 or x.dtype.name not in DTYPES:
+        raise ValueError(
+            f"norm_route: x must be [M, D] of {', '.join(DTYPES)}, got {x.dtype}{list(x.shape)}"
+        )
+    hidden = x.shape[1]
+    if norm_weight.shape != (hidden,) or norm_weight.dtype != x.dtype:
+        raise ValueError(
+            f"norm_route: norm_weight is {norm_weight.dtype}{list(norm_weight.shape)}, "
+            f"expected {x.dtype}[{hidden}]"
+        )
+    rank, outputs = weights.compressor.shape[0], weights.router.shape[0]
+    expected = RouterWeights((rank, hidden), (rank,), (outputs, rank), (outputs,))
+    for name, shape, array in zip(RouterWeights._fields, expected, weights, strict=True):
+        if array.shape != shape or array.dtype.name != "float32":
+            raise ValueError(
+                f"norm_route: {name} is {array.dtype}{list(array.shape)}, "
+                f"expected float32{list(shape)}"
+            )
+    if outputs == 0 or outputs % 2:
+        raise ValueError(f"norm_route: router has {outputs} rows, expected two a group")

@@ -1,0 +1,144 @@
+"""`norm_route`: norm and decisions equal float64 ones, whatever the form that runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import RouterWeights, norm_route
+from pallas_kernels._common.cubin import TYPE_NAMES, compile_usage
+from pallas_kernels._common.device import KNOWN_DEVICES
+from pallas_kernels.norm_route.triton import (
+    NUM_WARPS,
+    compress_kernel,
+    decide_kernel,
+    launch_constants,
+    rows_kernel,
+)
+from tests.kernels.contract import ON_GPU, running
+
+EPS = 1e-5
+SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
+    (1, 576, 32, 9),
+    (5, 128, 16, 112),
+    (64, 64, 8, 3),
+    (65, 576, 32, 24),
+    (130, 192, 20, 40),
+]
+if ON_GPU:
+    SHAPES += [(1, 4096, 32, 112), (16384, 4096, 32, 112), (4097, 5120, 16, 8), (16, 4096, 32, 8)]
+
+
+def operands(m, hidden, rank, groups, dtype, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    x = (3 * jax.random.normal(keys[0], (m, hidden))).astype(dtype)
+    norm = (1 + 0.1 * jax.random.normal(keys[1], (hidden,))).astype(dtype)
+    weights = RouterWeights(
+        jax.random.normal(keys[2], (rank, hidden)) / hidden**0.5,
+        jax.random.normal(keys[3], (rank,)),
+        jax.random.normal(keys[4], (2 * groups, rank)) / rank**0.5,
+        jax.random.normal(keys[5], (2 * groups,)),
+    )
+    return x, norm, weights
+
+
+def exact(x, norm, weights):
+    """Normed values and margins in float64."""
+    x, norm = np.asarray(x, np.float64), np.asarray(norm, np.float64)
+    compressor, first, router, second = (np.asarray(w, np.float64) for w in weights)
+    normed = norm * x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    logits = (x @ compressor.T + first) @ router.T + second
+    return normed, logits[:, 0::2] - logits[:, 1::2]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_and_decisions(shape, dtype, implementation):
+    x, norm, weights = operands(*shape, dtype)
+    normed, margin = exact(x, norm, weights)
+    with running(implementation):
+        got, mask = norm_route(x, norm, weights, eps=EPS, implementation=implementation)
+    assert got.dtype == x.dtype
+    tolerance = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 2e-6}[dtype]  # 2 roundings
+    np.testing.assert_allclose(np.asarray(got, np.float64), normed, rtol=tolerance, atol=1e-6)
+    # Float32 sums decide as exact ones do, except where the margin is itself a rounding error.
+    decided = np.abs(margin) > 1e-4
+    assert decided.mean() > 0.999
+    np.testing.assert_array_equal(np.asarray(mask)[decided], (margin >= 0)[decided])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("m", [3, 70])
+def test_ties_execute_and_the_threshold_moves_them(m, implementation):
+    x, norm, weights = operands(m, 64, 8, 3, "float32")
+    zeros = RouterWeights(*(jnp.zeros_like(w) for w in weights))
+    for threshold, expected in ((0.0, True), (1e-3, False), (-1e-3, True)):
+        with running(implementation):
+            _, mask = norm_route(
+                x, norm, zeros, eps=EPS, threshold=threshold, implementation=implementation
+            )
+        assert (np.asarray(mask) == expected).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("m", [2, 66])
+def test_a_token_does_not_depend_on_its_neighbours(m, implementation):
+    """NaN in other tokens stays there: padding may hold anything."""
+    x, norm, weights = operands(m, 96, 16, 5, "float32")
+    with running(implementation):
+        whole, mask = norm_route(x, norm, weights, eps=EPS, implementation=implementation)
+        spoiled, spoiled_mask = norm_route(
+            x.at[0].set(jnp.nan), norm, weights, eps=EPS, implementation=implementation
+        )
+    np.testing.assert_array_equal(whole[1:], spoiled[1:])
+    np.testing.assert_array_equal(mask[1:], spoiled_mask[1:])
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_no_tokens_and_refusals():
+    x, norm, weights = operands(2, 64, 8, 3, "bfloat16")
+    normed, mask = norm_route(x[:0], norm, weights, eps=EPS)
+    assert normed.shape == (0, 64)
+    assert mask.shape == (0, 3)
+    with pytest.raises(ValueError, match=r"norm_weight is bfloat16\[63\]"):
+        norm_route(x, norm[:63], weights, eps=EPS)
+    with pytest.raises(ValueError, match=r"compressor is float32\[8, 64\], expected"):
+        norm_route(x[:, :32], norm[:32], weights, eps=EPS)
+    with pytest.raises(ValueError, match="unknown implementation"):
+        norm_route(x, norm, weights, eps=EPS, implementation="cuda")
+    if not ON_GPU:
+        with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+            norm_route(x, norm, weights, eps=EPS, implementation="triton")
+
+
+SIGNATURES = {
+    "rows": (
+        rows_kernel,
+        ("compressor", "compressor_bias", "router", "router_bias"),
+        ("x", "norm_weight", "normed"),
+        ("mask",),
+    ),
+    "compress": (
+        compress_kernel,
+        ("compressor", "compressor_bias", "z"),
+        ("x", "norm_weight", "normed"),
+        (),
+    ),
+    "decide": (decide_kernel, ("z", "router", "router_bias"), (), ("mask",)),
+}
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
+@pytest.mark.parametrize("m", [1, 64, 16384])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_compile_without_spills(device, dtype, m):
+    _, _, weights = operands(1, 4096, 32, 112, dtype)
+    for name, constants in launch_constants(m, 4096, dtype, weights, EPS, 0.0).items():
+        kernel, floats, elements, bools = SIGNATURES[name]
+        signature = dict.fromkeys(floats, "*fp32") | dict.fromkeys(elements, TYPE_NAMES[dtype])
+        signature |= dict.fromkeys(bools, "*i1") | {"M": "i32"}
+        found = compile_usage(kernel, signature, constants, device.capability, NUM_WARPS, 3)
+        assert found.spills == 0
+        assert found.shared_memory <= device.shared_memory_per_block
+        assert not found.instructions & {"red.", "atom."}
