@@ -18,23 +18,12 @@ from rich.table import Table
 
 import pallas_kernels
 from eval import records
-from eval.kernel_problems import (
-    CASES,
-    COLD_BYTES,
-    MaskKind,
-    Product,
-    dense,
-    gather_scatter,
-    make_mask,
-    operands,
-    product,
-    pruned,
-    ragged,
-)
+from eval.kernel_cases import Case, Family, MaskKind, families, make_mask
 from eval.kernel_timing import Compiled, Timing, compile_all, time_interleaved
 from pallas_kernels import dispatch
 from pallas_kernels._common.config import to_json
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels._common.testing import relative_error
 from pallas_kernels.layout.api import LayoutImplementation
 
@@ -46,8 +35,9 @@ class BenchConfig:
     json: Path | None = None  # JSON lines are appended here
     plots: Path | None = None  # folder for the roofline and the speedup plot
     model: str = "llama-3.1-8b"
+    ops: tuple[str, ...] = ()  # gemm_mn, swiglu_up, ...; none named: all
     tokens: tuple[int, ...] = (1, 8, 64, 512, 2048, 16384)
-    groups: tuple[int, ...] = (32, 128, 256, 512)
+    groups: tuple[int, ...] = ()  # channels per group; none named: each op's own list
     sparsities: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
     masks: tuple[MaskKind, ...] = ("random", "clustered")
     # gather-scatter and grouped GEMM too, at 50 % random, for these sizes
@@ -77,12 +67,18 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
     for groups in (8, 112, 224, 448):
         for row in layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
-    shapes = [(op, m, g) for op in CASES for m in config.tokens for g in config.groups]
+    shapes = [
+        (family, m, group)
+        for family in families(config.ops).values()
+        for m in family.tokens or config.tokens
+        for group in config.groups or family.bench_groups
+    ]
     with Progress(console=console) as progress:
         task = progress.add_task("kernels", total=len(shapes))
-        for op, m, group in shapes:
-            progress.update(task, description=f"{op} m={m} group={group}")
-            for row in product_records(product(op, m, group, config.model), config, console):
+        for family, m, group in shapes:
+            progress.update(task, description=f"{family.case} m={m} group={group}")
+            case = family.make(m, group, config.model)
+            for row in case_records(family, case, config, console):
                 keep(row)
             progress.advance(task)
     console.print(table(rows))
@@ -119,7 +115,7 @@ def copy_record(rounds: int) -> dict[str, Any]:
 
 def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Time of `mask_layout` by every implementation that runs here."""
-    mask = make_mask("random", Product("gemm_mn", m, groups, 1, 1), 0.5)
+    mask = make_mask("random", m, groups, 0.5)
     functions: dict[str, Any] = {}
     names: tuple[LayoutImplementation, ...] = ("xla", "pallas", "triton")
     for name in names:
@@ -151,63 +147,54 @@ def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]
         }
 
 
-def product_records(
-    problem: Product, config: BenchConfig, console: Console
+def case_records(
+    family: Family, case: Case, config: BenchConfig, console: Console
 ) -> Iterator[dict[str, Any]]:
-    """Every sparsity and mask of one product: what dispatch picks, the kernel, the baselines."""
-    x, weights = operands(problem)
-    zero = pallas_kernels.mask_layout(make_mask("random", problem, 0.0))
+    """Every sparsity and mask of one problem: what dispatch picks, the kernel, the baselines."""
+    sets = case.operands()
+    facts, m = case.facts, case.facts.m
+    zero = pallas_kernels.mask_layout(make_mask("random", m, case.groups, 0.0))
     cells = []
     functions = {
-        "dense": (dense(problem), (x, weights[0], zero)),
-        "dense+zeros": (pruned(problem, "dense"), (x, weights[0], zero)),
+        "dense": (case.dense(), (*sets[0], zero)),
+        "dense+zeros": (case.pruned("dense"), (*sets[0], zero)),
     }
     for s in config.sparsities:
-        choice = pallas_kernels.explain(
-            problem.op,
-            m=problem.m,
-            n=problem.n,
-            k=problem.k,
-            group=problem.group,
-            dtype=problem.dtype,
-            expected_sparsity=s,
-        )
-        facts = dispatch.Problem(
-            problem.op, problem.m, problem.n, problem.k, problem.group, problem.dtype, s
-        )
-        kernel = dispatch.config_for(facts)
-        functions[str(kernel)] = (pruned(problem, "triton", kernel), (x, weights[0], zero))
+        hinted = dataclasses.replace(facts, expected_sparsity=s)
+        choice = dispatch.choose(hinted)
+        kernel = dispatch.config_for(hinted)
+        functions[str(kernel)] = (case.pruned("triton", kernel), (*sets[0], zero))
         for kind in config.masks[:1] if s == 0.0 else config.masks:
             cells.append((s, kind, choice, kernel))
     compiled, failed = compile_all(functions, workers=14)
     for name, error in failed.items():
-        raise RuntimeError(f"{problem}: {name} does not run") from error
-    masks = [make_mask(kind, problem, s) for s, kind, _, _ in cells]
+        raise RuntimeError(f"{case}: {name} does not run") from error
+    masks = [make_mask(kind, m, case.groups, s) for s, kind, _, _ in cells]
     layouts = [pallas_kernels.mask_layout(mask) for mask in masks]
     turns = {}
     for i, (_, _, _, kernel) in enumerate(cells):
-        sets = [(x, w, layouts[i]) for w in weights]
+        calls = [(*operands, layouts[i]) for operands in sets]
         for name in ("dense", "dense+zeros", str(kernel)):
-            turns[i, name] = (compiled[name], sets)
+            turns[i, name] = (compiled[name], calls)
     timings = time_interleaved(turns, config.rounds)
     for i, (s, kind, _, _) in enumerate(cells):
-        naive = problem.m in config.naive_tokens and problem.group in config.naive_groups
+        naive = m in config.naive_tokens and facts.group in config.naive_groups
         if naive and s == 0.5 and kind == "random":
-            arguments = (x, weights[0], layouts[i])
-            extra = _naive(problem, layouts[i], arguments, console)
+            arguments = (*sets[0], layouts[i])
+            extra = _naive(case, layouts[i], arguments, console)
             both = {(i, name): (contender, [arguments]) for name, contender in extra.items()}
             timings |= time_interleaved(both, min(config.rounds, 10))
             turns |= both
     expected = {}
-    if problem.m <= config.error_tokens:
-        wide = tuple(a.astype(jnp.float32) for a in (x, *weights[0]))
+    if m <= config.error_tokens:
+        wide = tuple(a.astype(jnp.float32) for a in sets[0])
         for i, (_, kind, _, _) in enumerate(cells):
             if kind == "random" and bool(masks[i].any()):
-                expected[i] = pruned(problem, "reference")(wide[0], wide[1:], layouts[i])
-    for (i, name), (contender, sets) in turns.items():
+                expected[i] = case.pruned("reference")(*wide, layouts[i])
+    for (i, name), (contender, calls) in turns.items():
         s, kind, choice, kernel = cells[i]
         dispatched = "dense+zeros" if choice.implementation == "dense" else str(kernel)
-        row = _row(problem, masks[i], s, kind, timings[i, name], timings[i, "dense"])
+        row = _row(family, case, masks[i], s, kind, timings[i, name], timings[i, "dense"])
         named = {str(kernel): "triton", "dense+zeros": "dense", "dense": "dense-unmasked"}
         row["implementation"] = named.get(name, name)
         row["dispatched"] = name == dispatched
@@ -216,44 +203,46 @@ def product_records(
         row["peak_bytes"] = contender.temporary_bytes + contender.output_bytes
         row["rel_error"] = None
         if i in expected and name != "dense":
-            row["rel_error"] = relative_error(contender.call(*sets[0]), expected[i])
+            row["rel_error"] = relative_error(contender.call(*calls[0]), expected[i])
         yield row
 
 
-def _naive(problem: Product, layout, arguments, console: Console) -> dict[str, Compiled]:
+def _naive(case: Case, layout, arguments, console: Console) -> dict[str, Compiled]:
     """The naive baselines compiled for this mask; the ones that do not fit are printed."""
-    capacity = int(layout.count.max())
-    functions = {
-        "gather-scatter": (gather_scatter(problem, capacity), arguments),
-        "ragged_dot": (ragged(problem, capacity), arguments),
-    }
+    functions = {name: (run, arguments) for name, run in case.naive(layout).items()}
     compiled, failed = compile_all(functions, workers=2)
     for name, error in failed.items():
-        console.print(f"  not run: {name} on {problem}: {repr(error)[:200]}")
+        console.print(f"  not run: {name} on {case}: {repr(error)[:200]}")
     return compiled
 
 
 def _row(
-    problem: Product, mask: jax.Array, s: float, kind: str, timing: Timing, baseline: Timing
+    family: Family,
+    case: Case,
+    mask: jax.Array,
+    s: float,
+    kind: str,
+    timing: Timing,
+    baseline: Timing,
 ) -> dict[str, Any]:
     kept = float(mask.mean())
     return {
-        "op": problem.op,
-        "case": CASES[problem.op],
-        "shape": {"m": problem.m, "n": problem.n, "k": problem.k, "group": problem.group},
+        "op": case.facts.op,
+        "case": family.case,
+        "shape": case.shape,
         "expected_sparsity": s,
-        "dtype": problem.dtype,
+        "dtype": case.facts.dtype,
         "sparsity": 1.0 - kept,
         "mask": kind if s > 0.0 else "all_on",
         "ms": timing.ms,
         "samples_ms": timing.samples_ms,
         "dense_ms": baseline.ms,
-        "dense": "XLA (cuBLAS), unmasked, in turns with the op",
-        "ideal_ms": baseline.ms * kept if problem.m > dispatch.SMALL_TOKENS else None,
+        "dense": "the best plain JAX, unmasked, in turns with the op",
+        "ideal_ms": baseline.ms * kept if case.facts.m > SMALL_TOKENS else None,
         "speedup": baseline.ms / timing.ms,
         "includes_layout": False,
-        "cold_l2": problem.weight_sets > 1 or problem.weight_bytes > COLD_BYTES // 2,
-        **problem.active(mask),
+        "cold_l2": case.cold,
+        **case.active(mask),
     }
 
 

@@ -4,12 +4,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.axes
 import matplotlib.figure
 
 from pallas_kernels._common.tuned import Table
 
-# Bytes a second and FLOPs a second of the best dense runs among the records are the roof.
-MARKERS = {"gemm_mn": "o", "swiglu_up": "s"}
+MARKERS = "osD^vP*X"
+
+
+def op_names(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The pruned ops among the records, in order of appearance."""
+    return [op for op in dict.fromkeys(r["op"] for r in rows) if op not in ("copy", "mask_layout")]
+
+
+def panels(ops: Sequence[str]) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
+    """A figure with one panel an op, side by side."""
+    figure = matplotlib.figure.Figure(figsize=(5.0 * len(ops), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(ops), sharey=True, squeeze=False)
+    return figure, list(axes[0])
 
 
 def write_plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -23,10 +35,11 @@ def write_plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
     """Speedup over dense by group size at the longest input, one line a sparsity."""
-    products = [r for r in rows if r["op"] in MARKERS and r["dispatched"] and r["mask"] != "none"]
-    longest = max(r["shape"]["m"] for r in products)
-    figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
-    for axes, op in zip(figure.subplots(1, len(MARKERS), sharey=True), MARKERS, strict=True):
+    ops = op_names(rows)
+    products = [r for r in rows if r["op"] in ops and r["dispatched"]]
+    figure, panel = panels(ops)
+    for axes, op in zip(panel, ops, strict=True):
+        longest = max(r["shape"]["m"] for r in products if r["op"] == op)
         for sparsity in sorted({r["expected_sparsity"] for r in products}):
             cells = sorted(
                 (r["shape"]["group"], r["speedup"])
@@ -52,8 +65,9 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
 
 def table_figure(table: Table) -> matplotlib.figure.Figure:
     """Speedup of a measured table's winners by group size and token count, 50 % skipped."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
-    for axes, op in zip(figure.subplots(1, len(MARKERS), sharey=True), MARKERS, strict=True):
+    ops = list(dict.fromkeys(e.op for e in table.entries))
+    figure, panel = panels(ops)
+    for axes, op in zip(panel, ops, strict=True):
         speedups = [
             (e.m, e.group, e.dense_ms / e.ms)
             for e in table.entries
@@ -77,25 +91,15 @@ def roofline_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
     """FLOP/s of the active work over its FLOPs per byte, under the measured roof."""
     copies = [r for r in rows if r["op"] == "copy"]
     bandwidth = max(r["bytes"] / r["ms"] for r in copies) * 1e3
-    every = [r for r in rows if r["op"] in MARKERS]
-    peak = (
-        max(
-            2
-            * r["shape"]["m"]
-            * r["shape"]["n"]
-            * r["shape"]["k"]
-            * (1 + (r["op"] == "swiglu_up"))
-            / r["ms"]
-            for r in every
-            if r["implementation"] == "dense-unmasked"
-        )
-        * 1e3
-    )
+    ops = op_names(rows)
+    every = [r for r in rows if r["op"] in ops]
+    whole = [r for r in every if r["implementation"] == "dense-unmasked" and r["sparsity"] == 0.0]
+    peak = max(r["flops"] / r["ms"] for r in whole) * 1e3
     figure = matplotlib.figure.Figure(figsize=(7, 4.8), layout="constrained")
     axes = figure.subplots()
     intensity = [0.3, peak / bandwidth, 2e4]
     axes.plot(intensity, [min(peak, bandwidth * i) / 1e12 for i in intensity], color="black")
-    for op, marker in MARKERS.items():
+    for op, marker in zip(ops, MARKERS, strict=False):
         cells = [r for r in every if r["op"] == op and r["dispatched"] and r["flops"]]
         axes.scatter(
             [r["flops"] / r["bytes"] for r in cells],

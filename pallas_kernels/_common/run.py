@@ -1,12 +1,11 @@
-"""From a named or chosen implementation to its call: the same steps for every GEMM op."""
-
-import dataclasses
+"""From a named or chosen implementation to its config (every op) and its call (products)."""
 
 from jaxtyping import Array, Float
 
-from pallas_kernels._common.config import Config, Implementation, SmallConfig, TileConfig
+from pallas_kernels._common.config import Config, Implementation, TileConfig
 from pallas_kernels._common.device import current_device
-from pallas_kernels.dispatch import IMPLEMENTATIONS, MATRICES, Problem, choose, config_for
+from pallas_kernels._common.problem import Problem
+from pallas_kernels.dispatch import choose, config_for, facts
 from pallas_kernels.layout import MaskLayout
 
 
@@ -22,29 +21,19 @@ def resolve(
             raise ValueError("name the implementation that the config is for")
         choice = choose(problem)
         return choice.implementation, choice.config
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown {implementation=}; known: {', '.join(IMPLEMENTATIONS)}")
+    known = facts(problem.op).implementations
+    if implementation not in known:
+        raise ValueError(f"unknown {implementation=}; known: {', '.join(known)}")
     if implementation in ("reference", "dense"):
         if config is not None:
             raise ValueError(f"implementation='{implementation}' has no tile sizes to configure")
         return implementation, None
     if config is None:
         config = config_for(problem)
-        if implementation == "pallas":
-            config = pallas_config(config, MATRICES[problem.op])
+        for_pallas = facts(problem.op).for_pallas
+        if implementation == "pallas" and for_pallas is not None:
+            config = for_pallas(config, problem)
     return implementation, config
-
-
-def pallas_config(config: Config, matrices: int) -> TileConfig:
-    """A tuned config as the Pallas body can run it: in tiles, without spilling registers.
-
-    Pallas computes addresses inside the loop; with 128 accumulators a thread it spills.
-    """
-    if isinstance(config, SmallConfig):
-        return TileConfig(16, min(64, max(32, config.block_n)), 32, 4, 2, 1)
-    while config.block_m * config.block_n * matrices // (32 * config.num_warps) >= 128:
-        config = dataclasses.replace(config, block_n=config.block_n // 2)
-    return config
 
 
 def run_kernel(

@@ -10,12 +10,11 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
 from pallas_kernels.layout import MaskLayout
-
-SMALL_TOKENS = 64
 
 
 def pruned_gemm(

@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels._common.checks import check_bias, check_gemm, empty_result
-from pallas_kernels._common.config import Config
+from pallas_kernels._common.config import Config, Implementation
+from pallas_kernels._common.problem import Problem
 from pallas_kernels._common.run import resolve, run_kernel
-from pallas_kernels.dispatch import Implementation, Problem
 from pallas_kernels.layout import MaskLayout
 
 

@@ -1,7 +1,8 @@
 """Shapes of the contract suite: small for interpreters, real models' on a GPU."""
 
-from pallas_kernels.gemm_mn.shapes import SHAPES as QUERY_SHAPES
-from pallas_kernels.swiglu_up.shapes import SHAPES as FFN_SHAPES
+from collections.abc import Mapping
+
+from pallas_kernels._common.shapes import GemmShape
 from tests.kernels.contract import ON_GPU, Shape
 
 TOKENS = (1, 2, 17, 64, 65, 192)
@@ -19,15 +20,15 @@ GROUPED = (
     Shape(m=1, n=257, k=100, group=48),
 )
 
-
-def model_shapes(shapes, m: int, names: tuple[str, ...]) -> list[Shape]:
-    return [Shape(m, shapes[name].n, shapes[name].k, shapes[name].group) for name in names]
-
-
 ALL_MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b")
 MODEL_TOKENS = (1, 33, 1000, 4096) if ON_GPU else (3, 65)
 MODEL_NAMES = ALL_MODELS if ON_GPU else ("smollm2-135m",)
-MODEL_SHAPES = {
-    "gemm_mn": [s for m in MODEL_TOKENS for s in model_shapes(QUERY_SHAPES, m, MODEL_NAMES)],
-    "swiglu_up": [s for m in MODEL_TOKENS for s in model_shapes(FFN_SHAPES, m, MODEL_NAMES)],
-}
+
+
+def model_shapes(shapes: Mapping[str, GemmShape]) -> list[Shape]:
+    """A product of the models at several token counts."""
+    return [
+        Shape(m, shapes[name].n, shapes[name].k, shapes[name].group)
+        for m in MODEL_TOKENS
+        for name in MODEL_NAMES
+    ]

@@ -8,15 +8,17 @@ import eval.bench_kernels
 import eval.tune_kernels
 from eval import records
 from eval.bench_kernels import BenchConfig
+from eval.kernel_cases import FAMILIES
 from eval.kernel_plots import write_plots
 from eval.kernel_timing import Timing, compile_all, time_interleaved
-from eval.tune_kernels import TuneConfig, candidates
+from eval.tune_kernels import TuneConfig
 from pallas_kernels._common import tuned
 from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES
 from pallas_kernels._common.shapes import GemmShape
 from pallas_kernels._common.testing import interpreted
 
 TINY = GemmShape(n=64, k=32, group=32)
+CASES = "eval.kernel_cases.output_pruned"
 
 
 @pytest.fixture
@@ -29,11 +31,11 @@ def fake_gpu(monkeypatch):
     for module in (eval.bench_kernels, eval.tune_kernels):
         monkeypatch.setattr(module, "current_device", lambda: H200)
         monkeypatch.setattr(module, "time_interleaved", clock)
-    monkeypatch.setattr(eval.tune_kernels, "ONE_TOKEN", ((16, 32, 4, 1),))
-    monkeypatch.setattr(eval.tune_kernels, "TILES", ((32, 32, 32, 4, 2, (2, 4)),))
-    monkeypatch.setattr("eval.kernel_problems.QUERY_SHAPES", {"tiny": TINY})
-    monkeypatch.setattr("eval.kernel_problems.FFN_SHAPES", {"tiny": TINY})
-    monkeypatch.setattr("eval.kernel_problems.COLD_BYTES", 10_000)
+    monkeypatch.setattr(f"{CASES}.ONE_TOKEN", ((16, 32, 4, 1),))
+    monkeypatch.setattr(f"{CASES}.TILES", ((32, 32, 32, 4, 2, (2, 4)),))
+    monkeypatch.setattr(f"{CASES}.QUERY_SHAPES", {"tiny": TINY})
+    monkeypatch.setattr(f"{CASES}.FFN_SHAPES", {"tiny": TINY})
+    monkeypatch.setattr("eval.kernel_cases.base.COLD_BYTES", 10_000)
     with interpreted():
         yield
 
@@ -42,9 +44,9 @@ def tune_config(folder):
     return TuneConfig(
         out=folder,
         model="tiny",
+        ops=("gemm_mn", "swiglu_up"),
         tokens=(1, 70),
-        query_groups=(32,),
-        ffn_groups=(16,),
+        groups=(32,),
         sparsities=(0.0, 0.5),
         rounds=2,
     )
@@ -57,7 +59,7 @@ def test_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path, monkeypatch)
     assert table.measured
     assert {(*entry.key[:6], entry.sparsity) for entry in table.entries} == {
         (op, "bfloat16", m, 64, 32, group, s)
-        for op, group in (("gemm_mn", 32), ("swiglu_up", 16))
+        for op, group in (("gemm_mn", 32), ("swiglu_up", 32))
         for m in (1, 70)
         for s in (0.0, 0.5)
     }
@@ -72,9 +74,9 @@ def test_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path, monkeypatch)
     measured = []
     tune = eval.tune_kernels.tune
 
-    def counting(problem, sparsities, *args):
-        measured.append((problem.op, problem.m, tuple(sparsities)))
-        return tune(problem, sparsities, *args)
+    def counting(case, sparsities, *args):
+        measured.append((case.facts.op, case.facts.m, tuple(sparsities)))
+        return tune(case, sparsities, *args)
 
     monkeypatch.setattr(eval.tune_kernels, "tune", counting)
     again = eval.tune_kernels.main(tune_config(tmp_path))
@@ -94,9 +96,9 @@ def test_candidates_fit_every_card():
         for op in ("gemm_mn", "swiglu_up"):
             for m in (1, 8, 64, 16384):
                 for group in (128, 512):
-                    problem = eval.tune_kernels.product(op, m, group)
-                    found = candidates(problem, device)
-                    assert found, (device, problem)
+                    case = FAMILIES[op].make(m, group, "llama-3.1-8b")
+                    found = case.candidates(device)
+                    assert found, (device, case)
                     assert all(config.block_n <= group for config in found)
 
 
@@ -106,6 +108,7 @@ def test_benchmark_writes_complete_records_and_plots(fake_gpu, tmp_path):
         json=path,
         plots=tmp_path,
         model="tiny",
+        ops=("gemm_mn", "swiglu_up"),
         tokens=(1, 70),
         groups=(32, 64),
         sparsities=(0.0, 0.5),

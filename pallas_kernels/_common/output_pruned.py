@@ -1,0 +1,75 @@
+"""What dispatch knows of output-pruned products: one weight (`gemm_mn`) or two (`swiglu_up`)."""
+
+import dataclasses
+
+from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels._common.problem import OpFacts, Problem
+
+
+def output_pruned_facts(matrices: int) -> OpFacts:
+    """The facts of an op whose tiles hold `matrices` weights side by side."""
+
+    def shared_memory_bytes(config: Config, problem: Problem, capability: str) -> int:
+        return config.shared_memory_bytes(problem.itemsize, matrices, capability, problem.m)
+
+    return OpFacts(
+        default_config=lambda problem, limit, capability: default_config(
+            problem, matrices, limit, capability
+        ),
+        shared_memory_bytes=shared_memory_bytes,
+        fitted=fitted,
+        for_pallas=lambda config, problem: pallas_config(config, matrices),
+    )
+
+
+def widest(problem: Problem) -> int:
+    """The widest channel tile that a group can fill: a power of two, at least 16."""
+    return max(16, 1 << (problem.group - 1).bit_length())
+
+
+def fitted(config: Config, problem: Problem) -> Config:
+    """The config with a channel tile no wider than a group."""
+    if config.block_n <= widest(problem):
+        return config
+    return dataclasses.replace(config, block_n=widest(problem))
+
+
+def default_config(problem: Problem, matrices: int, shared_memory: int, capability: str) -> Config:
+    """Tile sizes from shapes alone, for a card or dtype without a table.
+
+    The largest tile of a short list whose shared memory fits; float32 runs on 64 x 64 tiles.
+    """
+    if problem.small:
+        if problem.m == 1:
+            candidates: list[Config] = [SmallConfig(8, 512, 4, 1)]
+        else:
+            candidates = [SmallConfig(64, 64, 4, 3), SmallConfig(32, 64, 4, 2)]
+    elif problem.dtype == "float32":
+        candidates = [TileConfig(64, min(64 // matrices, widest(problem)), 32, 4, 2, 8)]
+    else:
+        # mma.sync keeps operands in registers beside the accumulators: 256 columns spill.
+        columns = 256 if capability.startswith("9.") else 128
+        wide = min(columns // matrices, widest(problem))
+        candidates = [
+            TileConfig(128, wide, 64, 8, 3, 16),
+            TileConfig(128, min(wide, 128 // matrices), 64, 8, 3, 16),
+            TileConfig(128, min(wide, 128 // matrices), 32, 8, 3, 16),
+            TileConfig(64, min(wide, 64 // matrices), 32, 4, 2, 16),
+        ]
+    for config in candidates:
+        needed = config.shared_memory_bytes(problem.itemsize, matrices, capability, problem.m)
+        if needed <= shared_memory:
+            return config
+    return candidates[-1]
+
+
+def pallas_config(config: Config, matrices: int) -> TileConfig:
+    """A tuned config as the Pallas body can run it: in tiles, without spilling registers.
+
+    Pallas computes addresses inside the loop; with 128 accumulators a thread it spills.
+    """
+    if isinstance(config, SmallConfig):
+        return TileConfig(16, min(64, max(32, config.block_n)), 32, 4, 2, 1)
+    while config.block_m * config.block_n * matrices // (32 * config.num_warps) >= 128:
+        config = dataclasses.replace(config, block_n=config.block_n // 2)
+    return config
