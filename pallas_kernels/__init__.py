@@ -4,12 +4,14 @@
     layout = mask_layout(mask)              # once per routing decision
     q = gemm_mn(x, w_q, layout_attention)   # query projection of the active head groups
     h = swiglu_up(x, w_gate, w_up, layout)  # FFN channels of the active groups
+    y = gemm_k(h, w_down, layout, residual=x)  # summed over the active groups of input channels
 
 docs/kernels.md explains layout, kernels and measurements.
 """
 
 from pallas_kernels.dispatch import Choice as Choice
 from pallas_kernels.dispatch import explain as explain
+from pallas_kernels.gemm_k import gemm_k as gemm_k
 from pallas_kernels.gemm_mn import gemm_mn as gemm_mn
 from pallas_kernels.layout import MaskLayout as MaskLayout
 from pallas_kernels.layout import mask_layout as mask_layout
