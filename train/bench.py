@@ -1,11 +1,15 @@
 """How fast a stage trains: the real step on random weights of a given shape, timed.
 
-`measure` returns what a `train` result record holds beside its common fields
-(`eval.records`): the model's shape, stage, mesh, tokens per second, MFU and peak memory.
+`prepare` compiles the step from shapes alone and says what memory it will need; `start` draws the
+weights; `measure` times updates. `record_fields` turns a measurement into what a `train` result
+record holds beside its common fields (`eval.records`).
 """
 
 import dataclasses
+import functools
+import math
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,57 +17,92 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from train.config import TrainConfig
 from train.data import HostBatch, on_mesh
 from train.flops import peak_flops, step_flops_per_token
-from train.parts import take_apart
-from train.step import init_optimizer, make_step
+from train.loop import TrainState
+from train.parts import Params, take_apart
+from train.step import init_optimizer, make_optimizer, make_step, optimizer_shardings
 from wide_jax import lora, partition
+from wide_jax.batch import TokenBatch
 from wide_jax.config import ModelConfig, WideConfig
-from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
-from wide_jax.hf.pretrained import build
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam, RouterParam
+from wide_jax.partition import PARTITION
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What a compiled step needs on one device, in GiB, by the compiler's own account."""
+
+    weights: float  # the frozen model
+    trained: float  # trained leaves and their moments
+    temporary: float  # activations, logits, gradients: everything that lives within a step
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.trained + self.temporary
+
+    def line(self) -> str:
+        """One line for people."""
+        return (
+            f"GiB a device: weights {self.weights:.2f}, trained leaves and moments "
+            f"{self.trained:.2f}, within a step {self.temporary:.2f}; {self.total:.2f} in all"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStage:
+    """A stage's compiled step, without any weights."""
+
+    model: ModelConfig
+    wide: WideConfig
+    config: TrainConfig
+    stage: Literal[1, 2]
+    dtype: DType
+    lora_rank: int  # 0 in stage 1
+    mesh: Mesh
+    trainable: Params  # shapes and shardings only
+    frozen: Params
+    step: jax.stages.Compiled
+    compile_seconds: float  # tracing included
+    memory: MemoryPlan | None  # None: the compiler does not say
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainTiming:
-    """Times of single updates, after compiling and warming up."""
+    """Times of single updates, after warming up."""
 
     seconds: tuple[float, ...]
-    compile_seconds: float  # the first update, compiling included
     tokens_per_second: float  # at the median update, all devices together
     mfu: float | None  # None: the device's peak is not known
-    peak_gib: float | None  # of the first device; None: it does not say
-    losses: tuple[float, ...]
+    peak_gib: float | None  # of the first device, of the whole process; None: it does not say
+    losses: tuple[float, ...]  # of every update, warm-up included
 
 
-def measure(
+def prepare(
     model: ModelConfig,
     wide: WideConfig,
     config: TrainConfig,
     *,
     stage: Literal[1, 2] = 1,
-    dtype: Literal["float32", "bfloat16"] = "bfloat16",
-    updates: int = 10,
-    warm_up: int = 2,
+    dtype: DType = "bfloat16",
     lora_settings: lora.LoRASettings | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> TrainTiming:
-    """Time `updates` updates of a stage on random weights and tokens.
+) -> PreparedStage:
+    """Compile a stage's step from shapes; nothing is allocated for the model.
 
     Args:
-        model: the shape; its weights are drawn on the devices.
+        model: the shape.
         wide: group sizes and router rank.
-        config: batch, sequence length, accumulation, remat, mesh.
+        config: batch, sequence length, accumulation, remat, attention, mesh.
         stage: 1 trains routers, 2 LoRA and routers.
         dtype: of weights and activations.
-        updates: timed ones.
-        warm_up: untimed ones after the first, which compiles.
         lora_settings: of stage 2; None: the method's.
-        progress: called with updates done and in all.
 
     Raises:
         ValueError: a mesh the model does not fit.
@@ -71,57 +110,118 @@ def measure(
     mesh = partition.make_mesh(config.data_parallel, config.fsdp, config.tensor_parallel)
     partition.check_mesh(mesh, model, wide)
     settings = lora_settings or lora.LoRASettings()
-    with jax.set_mesh(mesh):
-        network = random_model(model, wide, mesh, dtype=dtype)
-        trained: tuple[type[nnx.Variable], ...] = (RouterParam,)
+    trained = (RouterParam,) if stage == 1 else (LoRAParam, RouterParam)
+
+    def network() -> WideForCausalLM:
+        built = WideForCausalLM(model, wide, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
         if stage == 2:
-            lora.attach(network, settings, rngs=nnx.Rngs(0))
-            lora.with_dropout(network, jax.random.key(0))
-            trained = (LoRAParam, RouterParam)
-        parts, trainable, frozen = take_apart(network, *trained)
-        del network
-        trainable = jax.device_put(trainable, partition.shardings_for(trainable, mesh))
-        opt_state = init_optimizer(config, trainable, mesh)
+            lora.attach(built, settings, rngs=nnx.Rngs(0))
+            lora.with_dropout(built, jax.random.key(0))
+        return built
+
+    started = time.perf_counter()
+    parts, trainable, frozen = take_apart(nnx.eval_shape(network), *trained)
+    trainable, frozen = _placed(trainable, mesh), _placed(frozen, mesh)
+    opt_state = jax.eval_shape(make_optimizer(config).init, trainable)
+    opt_state = jax.tree.map(_with_sharding, opt_state, optimizer_shardings(opt_state, mesh))
+    with jax.set_mesh(mesh):
         step = make_step(parts, model, config, trainable, opt_state)
-        times, losses = [], []
-        in_all = 1 + warm_up + updates
-        for update in range(in_all):
-            batch = on_mesh(_random_batch(model, config, update), mesh)
-            jax.block_until_ready(batch)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def run(trainable, opt_state, frozen, ids, positions, segments, number, key):
+            batch = TokenBatch(ids, positions, segments)
+            return step(trainable, opt_state, frozen, batch, number, key)
+
+        # Tokens, number and key are real: they are small.
+        inputs = _inputs(model, config, mesh, 0)
+        compiled = run.lower(trainable, opt_state, frozen, *inputs).compile()
+    return PreparedStage(
+        model=model,
+        wide=wide,
+        config=config,
+        stage=stage,
+        dtype=dtype,
+        lora_rank=settings.rank if stage == 2 else 0,
+        mesh=mesh,
+        trainable=trainable,
+        frozen=frozen,
+        step=compiled,
+        compile_seconds=time.perf_counter() - started,
+        memory=_memory(compiled, trainable, opt_state, frozen),
+    )
+
+
+def start(prepared: PreparedStage, *, frozen: Params | None = None) -> tuple[TrainState, Params]:
+    """The state before update 0, and the frozen weights: drawn, or those of an earlier call.
+
+    Weights are normal with deviation 0.02, norms one, LoRA's second factor and biases zero; each
+    array is drawn where it belongs, by its name, so that any mesh and stage gets the same ones.
+    """
+    trainable = {name: _draw(name, like) for name, like in prepared.trainable.items()}
+    if frozen is None:
+        frozen = {name: _draw(name, like) for name, like in prepared.frozen.items()}
+    opt_state = init_optimizer(prepared.config, trainable, prepared.mesh)
+    return TrainState(trainable, opt_state, 0), frozen
+
+
+def measure(
+    prepared: PreparedStage,
+    state: TrainState,
+    frozen: Params,
+    *,
+    updates: int = 10,
+    warm_up: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[TrainTiming, TrainState]:
+    """Run `warm_up` and then `updates` timed updates from `state`, whose arrays are donated.
+
+    Args:
+        prepared: the compiled step.
+        state: where to start; update `n` always sees the same random tokens.
+        frozen: the weights.
+        updates: timed ones.
+        warm_up: untimed ones before them.
+        progress: called with updates done and in all.
+    """
+    config, mesh = prepared.config, prepared.mesh
+    times, losses = [], []
+    with jax.set_mesh(mesh):
+        for done in range(warm_up + updates):
+            inputs = jax.block_until_ready(_inputs(prepared.model, config, mesh, state.update))
             started = time.perf_counter()
-            trainable, opt_state, metrics = step(
-                trainable, opt_state, frozen, batch, np.int32(update), jax.random.key(0)
+            trainable, opt_state, metrics = prepared.step(
+                state.trainable, state.opt_state, frozen, *inputs
             )
             jax.block_until_ready((trainable, metrics))
             times.append(time.perf_counter() - started)
             losses.append(float(metrics.lm_loss))
+            state = TrainState(trainable, opt_state, state.update + 1)
             if progress is not None:
-                progress(update + 1, in_all)
-    timed = times[1 + warm_up :]
-    speed = config.tokens_per_update / float(np.median(timed))
+                progress(done + 1, warm_up + updates)
+    speed = config.tokens_per_update / float(np.median(times[warm_up:]))
     needed = step_flops_per_token(
-        model, wide, config.sequence_length, lora_rank=settings.rank if stage == 2 else 0
+        prepared.model, prepared.wide, config.sequence_length, lora_rank=prepared.lora_rank
     )
-    peak = peak_flops(jax.devices()[0].device_kind, dtype)
-    memory = jax.devices()[0].memory_stats() or {}
-    used = memory.get("peak_bytes_in_use")
-    return TrainTiming(
-        seconds=tuple(timed),
-        compile_seconds=times[0],
+    device = mesh.devices.flat[0]
+    peak = peak_flops(device.device_kind, prepared.dtype)
+    used = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    timing = TrainTiming(
+        seconds=tuple(times[warm_up:]),
         tokens_per_second=speed,
         mfu=None if peak is None else speed * needed / (peak * mesh.size),
         peak_gib=None if used is None else used / 2**30,
         losses=tuple(losses),
     )
+    return timing, state
 
 
-def record_fields(
-    timing: TrainTiming, config: TrainConfig, *, model: str, stage: int, dtype: str
-) -> dict[str, Any]:
+def record_fields(prepared: PreparedStage, timing: TrainTiming, *, model: str) -> dict[str, Any]:
     """The fields of a `train` result record, without the common ones."""
+    config = prepared.config
     return {
         "model": model,
-        "stage": stage,
+        "layers": prepared.model.num_hidden_layers,
+        "stage": prepared.stage,
         "mesh": {
             "data": config.data_parallel,
             "fsdp": config.fsdp,
@@ -130,39 +230,75 @@ def record_fields(
         "sequence": config.sequence_length,
         "sequences_per_update": config.sequences_per_update,
         "accumulation": config.accumulation,
-        "dtype": dtype,
+        "dtype": prepared.dtype,
         "remat": config.remat,
+        "attention": config.attention,
         "logits_chunk": config.logits_chunk,
         "tokens_per_second": timing.tokens_per_second,
         "mfu": timing.mfu,
         "peak_gib": timing.peak_gib,
-        "compile_seconds": timing.compile_seconds,
+        "planned_gib": None if prepared.memory is None else prepared.memory.total,
+        "compile_seconds": prepared.compile_seconds,
         "samples_ms": [1e3 * seconds for seconds in timing.seconds],
         "losses": list(timing.losses),
     }
 
 
-def random_model(
-    model: ModelConfig, wide: WideConfig, mesh: Mesh, *, dtype: Literal["float32", "bfloat16"]
-) -> WideForCausalLM:
-    """Random weights (normal, 0.02; norms one) drawn where they belong, tensor by tensor."""
-    shapes = {name: (shape, jnp.dtype(dtype)) for name, shape in expected_tensors(model).items()}
-    for name, shape in expected_router_tensors(model, wide).items():
-        shapes[name] = (shape, jnp.dtype(jnp.float32))
-    tensors = {}
-    for number, (name, (shape, kind)) in enumerate(shapes.items()):
-        draw = jax.jit(
-            _draw, static_argnums=(1, 2, 3), out_shardings=partition.sharding_for(name, shape, mesh)
-        )
-        tensors[name] = draw(jax.random.key(number), shape, kind, name.endswith("norm.weight"))
-    return build(model, wide, tensors, dtype=dtype)
+def _placed(params: Params, mesh: Mesh) -> Params:
+    return {
+        name: _with_sharding(x, partition.sharding_for(name, x.shape, mesh))
+        for name, x in params.items()
+    }
 
 
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any, ones: bool) -> jax.Array:
-    return jnp.ones(shape, dtype) if ones else 0.02 * jax.random.normal(key, shape, dtype)
+def _with_sharding(x: Any, sharding: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _random_batch(model: ModelConfig, config: TrainConfig, update: int) -> HostBatch:
+def _memory(
+    compiled: jax.stages.Compiled, trainable: Params, opt_state: Any, frozen: Params
+) -> MemoryPlan | None:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+
+    def local(tree: Any) -> float:
+        leaves = jax.tree.leaves(tree)
+        sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
+        return sum(sizes) / 2**30
+
+    return MemoryPlan(
+        weights=local(frozen),
+        trained=local((trainable, opt_state)),
+        temporary=analysis.temp_size_in_bytes / 2**30,
+    )
+
+
+def _draw(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+    draw = jax.jit(_value, static_argnums=(1, 2, 3), out_shardings=like.sharding)
+    kind = "ones" if name.endswith("norm.weight") else "normal"
+    if name.endswith((".bias", ".lora_B")):
+        kind = "zeros"
+    key = jax.random.key(zlib.crc32(name.encode()))  # one of its own for every name
+    return draw(key, like.shape, like.dtype, kind)
+
+
+def _value(
+    key: jax.Array, shape: tuple[int, ...], dtype: Any, kind: Literal["ones", "zeros", "normal"]
+) -> jax.Array:
+    if kind == "normal":
+        return 0.02 * jax.random.normal(key, shape, dtype)
+    return jnp.ones(shape, dtype) if kind == "ones" else jnp.zeros(shape, dtype)
+
+
+def _inputs(
+    model: ModelConfig, config: TrainConfig, mesh: Mesh, update: int
+) -> tuple[jax.Array, ...]:
+    """An update's random tokens with positions and segments, its number and the noise key."""
     shape = (config.sequences_per_update, config.sequence_length)
     ids = np.random.default_rng(update).integers(0, model.vocab_size, shape)
-    return HostBatch.of(ids, np.ones(shape, np.int32))
+    batch = on_mesh(HostBatch.of(ids, np.ones(shape, np.int32)), mesh)
+    number, key = jax.device_put(
+        (np.int32(update), jax.random.key(config.seed)), NamedSharding(mesh, PARTITION.scalar)
+    )
+    return batch.input_ids, batch.positions, batch.segment_ids, number, key

@@ -60,7 +60,10 @@ def next_token_loss(
 
     def chunk_loss(hidden, following, scored):
         scores = constrain(logits(hidden).astype(jnp.float32), "logits_BTV")
-        right = jnp.take_along_axis(scores, following[..., None], axis=-1)[..., 0]
+        # A comparison, not a gather: its gradient is a select, where a gather's is a scatter into
+        # another array of all logits.
+        vocabulary = jnp.arange(scores.shape[-1], dtype=following.dtype)
+        right = jnp.where(vocabulary == following[..., None], scores, 0.0).sum(axis=-1)
         nll = jax.nn.logsumexp(scores, axis=-1) - right
         return jnp.sum(jnp.where(scored, nll, 0.0))
 

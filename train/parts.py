@@ -7,6 +7,7 @@ nothing of it (gradient, moment, decay, share of the clip norm) can exist.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from wide_jax import partition
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import DropoutKey
 
-Params = dict[str, jax.Array]
+Params = dict[str, Any]  # jax.Array, or jax.ShapeDtypeStruct where nothing is computed
 
 
 @dataclasses.dataclass(frozen=True)
