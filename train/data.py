@@ -45,7 +45,7 @@ class Batches(Protocol):
     """Where a run's tokens come from."""
 
     def batch(self, update: int) -> HostBatch:
-        """The rows of one update. The same number gives the same rows."""
+        """The rows of one update, all or this process's. The same number gives the same rows."""
         ...
 
 
@@ -160,21 +160,30 @@ class ShuffledBatches:
 
     `batch(update)` depends on the update's number alone. Called with consecutive numbers, as a run
     does, it reads ahead; any other number moves the iterator there.
+
+    Args:
+        rows: what an epoch runs through.
+        per_update: rows of an update, over all processes.
+        seed: of the order.
+        local: which of an update's rows this process reads (`local_rows`); None: all.
     """
 
-    def __init__(self, rows: Rows, per_update: int, seed: int):
+    def __init__(self, rows: Rows, per_update: int, seed: int, local: Sequence[int] | None = None):
         import grain
 
         # Endless repetition overflows grain's length for batches of one row.
-        source = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(MOST_EPOCHS)
-        self._dataset = source.batch(per_update, batch_fn=stack_rows)
+        order = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(MOST_EPOCHS)
+        numbers = range(per_update) if local is None else local
+        source = grain.MapDataset.source(_LocalRows(order, per_update, tuple(numbers)))
         self._iterator = iter(
-            self._dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+            source.batch(len(numbers), batch_fn=stack_rows).to_iter_dataset(
+                grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+            )
         )
         self._next = 0
 
     def batch(self, update: int) -> HostBatch:
-        """The rows of one update."""
+        """This process's rows of one update."""
         if update != self._next:
             self._iterator.set_state({"next_index": update})
         self._next = update + 1
@@ -185,20 +194,65 @@ class ShuffledBatches:
         return self._iterator.get_state()
 
 
+@dataclasses.dataclass(frozen=True)
+class _LocalRows:
+    """Of every `per_update` rows in turn those numbered `numbers`; no other is read."""
+
+    rows: Rows
+    per_update: int
+    numbers: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.per_update * len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        update, place = divmod(int(index), len(self.numbers))
+        return self.rows[update * self.per_update + self.numbers[place]]
+
+
 def stack_rows(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> HostBatch:
     """Ids and segments of several rows as one batch."""
     ids, segments = zip(*rows, strict=True)
     return HostBatch.of(np.stack(ids), np.stack(segments))
 
 
-def on_mesh(batch: HostBatch, mesh: Mesh) -> TokenBatch:
+def local_rows(mesh: Mesh, count: int) -> tuple[int, ...]:
+    """Which of `count` rows lie on this process's devices, in order."""
+    places = _tokens_sharding(mesh).addressable_devices_indices_map((count, 1))
+    return tuple(sorted({row for index in places.values() for row in range(count)[index[0]]}))
+
+
+def on_mesh(batch: HostBatch, mesh: Mesh, *, count: int | None = None) -> TokenBatch:
     """The batch on the mesh's devices, rows split over `data` and `fsdp`.
 
-    Every process holds the whole host batch and copies the rows of its own devices.
+    Args:
+        batch: all rows, or this process's alone (`local_rows`).
+        mesh: the devices.
+        count: rows over all processes; None: `batch` holds all.
+
+    Raises:
+        ValueError: as many rows as are neither all nor this process's.
     """
-    sharding = NamedSharding(mesh, PARTITION.tokens_BT)
+    held, length = batch.input_ids.shape
+    count = held if count is None else count
+    numbers = local_rows(mesh, count)
+    if held == count:
+        numbers = tuple(range(count))
+    elif held != len(numbers):
+        raise ValueError(
+            f"{held} rows of a batch of {count}: this process's devices hold {len(numbers)}"
+        )
+    sharding = _tokens_sharding(mesh)
 
     def put(x: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = range(count)[index[0]]
+            return x[np.searchsorted(numbers, wanted), index[1]]
+
+        return jax.make_array_from_callback((count, length), sharding, part)
 
     return TokenBatch(put(batch.input_ids), put(batch.positions), put(batch.segment_ids))
+
+
+def _tokens_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PARTITION.tokens_BT)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from train.budget import masks_usage
 from train.config import TrainConfig
-from train.data import Rows, on_mesh, stack_rows
+from train.data import Rows, local_rows, on_mesh, stack_rows
 from train.loss import LossSums, next_token_loss
 from train.parts import ModelParts, Params
 from wide_jax.accounting import Usage, account
@@ -52,10 +52,12 @@ def make_evaluation(
     if used > len(rows):
         raise ValueError(f"{len(rows)} held-out rows are fewer than one micro-batch of {size}")
 
+    local = local_rows(mesh, size)
+
     def evaluate(trainable: Params, frozen: Params) -> HeldOut:
         total, tokens, usages = 0.0, 0, []
         for start in range(0, used, size):
-            batch = on_mesh(stack_rows([rows[row] for row in range(start, start + size)]), mesh)
+            batch = on_mesh(stack_rows([rows[start + row] for row in local]), mesh, count=size)
             sums, more = score(trainable, frozen, batch)
             total, tokens = total + float(sums.total), tokens + int(sums.count)
             usages.append(more.to_host())

@@ -56,7 +56,7 @@ def run_updates(
     key = jax.random.key(config.seed)
     pending: StepMetrics | None = None
     for update in range(state.update, config.updates):
-        batch = on_mesh(batches.batch(update), mesh)
+        batch = on_mesh(batches.batch(update), mesh, count=config.sequences_per_update)
         trainable, opt_state, metrics = step(
             state.trainable, state.opt_state, frozen, batch, np.int32(update), key
         )

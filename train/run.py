@@ -21,7 +21,7 @@ from train import metrics
 from train.budget import targets
 from train.checkpoint import CheckpointMismatchError, Checkpoints
 from train.corpus import Recipe, TokenCache, token_cache
-from train.data import PackedRows, PaddedRows, Rows, ShuffledBatches
+from train.data import PackedRows, PaddedRows, Rows, ShuffledBatches, local_rows
 from train.evaluate import HeldOut, make_evaluation
 from train.flops import peak_flops, step_flops_per_token
 from train.loop import TrainState, run_updates
@@ -283,7 +283,12 @@ def _train(
                 raise LossNotFiniteError(_broken(state.update - 1, config, checkpoints.latest))
             checkpoints.save(state)
 
-    batches = ShuffledBatches(rows, config.sequences_per_update, config.seed)
+    batches = ShuffledBatches(
+        rows,
+        config.sequences_per_update,
+        config.seed,
+        local=local_rows(mesh, config.sequences_per_update),
+    )
     try:
         state = run_updates(
             step,

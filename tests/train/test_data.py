@@ -13,6 +13,7 @@ from train.data import (
     PackedWindows,
     PaddedRows,
     ShuffledBatches,
+    local_rows,
     on_mesh,
 )
 from wide_jax import partition
@@ -154,6 +155,40 @@ def test_batches_follow_from_their_number_and_cover_every_epoch(kind):
     for update in (4, 5, 1, 0, 3):
         assert np.array_equal(fresh.batch(update).input_ids, seen[update])
     assert not np.array_equal(make(seed=1).batch(0).input_ids, seen[0])
+
+
+def test_a_process_reads_only_its_rows_of_the_same_order():
+    class Counted:
+        def __init__(self):
+            self.read = set()
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            self.read.add(int(index))
+            return np.full(4, index, np.int32), np.ones(4, np.int32)
+
+    whole = ShuffledBatches(Counted(), 8, seed=3)
+    counted = Counted()
+    mine = ShuffledBatches(counted, 8, seed=3, local=(2, 3, 6, 7))
+    for update in (0, 1, 9, 4):
+        expected = whole.batch(update).input_ids[[2, 3, 6, 7]]
+        assert np.array_equal(mine.batch(update).input_ids, expected)
+    fresh = Counted()
+    first = ShuffledBatches(fresh, 40, seed=3, local=(5, 7)).batch(0)
+    # Read-ahead may have begun the next epochs: nothing but two rows of each.
+    assert first.input_ids.shape == (2, 4)
+    assert len(fresh.read) <= 2 * 6
+
+
+def test_a_mesh_takes_all_rows_or_this_process_s():
+    mesh = partition.make_mesh(2, 2, 2)
+    assert local_rows(mesh, 8) == tuple(range(8))  # one process holds every device
+    batch = HostBatch.of(np.arange(32).reshape(8, 4), np.ones((8, 4), int))
+    assert np.array_equal(on_mesh(batch, mesh, count=8).input_ids, batch.input_ids)
+    with pytest.raises(ValueError, match="8 rows of a batch of 16: this process's devices hold 16"):
+        on_mesh(batch, mesh, count=16)
 
 
 def test_rows_are_split_over_data_and_fsdp():

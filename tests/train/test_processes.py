@@ -1,6 +1,7 @@
 """Two processes with two devices each train the run that one process trains."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from train.run_config import CalibrateConfig, from_dict
 
 CODE = """
 import sys
+from train import data
 from train.run import calibrate_main
 from train.run_config import CalibrateConfig, parse
+stack = data.stack_rows
+data.stack_rows = lambda rows: (print("rows in a batch:", len(rows)), stack(rows))[1]
 calibrate_main(parse(CalibrateConfig, sys.argv[1:], prog="test"))
 """
 
@@ -53,6 +57,8 @@ def test_two_processes_train_what_one_does(model_folder, text_file, tmp_path):
     for process in started:
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
+        # Half of the devices, half of the rows: nobody reads what its devices do not hold.
+        assert set(re.findall(r"rows in a batch: (\d+)", output)) == {"4"}
     one, two = (
         [line["lm_loss"] for line in metrics.read(tmp_path / out) if line["kind"] == "train"]
         for out in ("one", "two")
