@@ -99,7 +99,7 @@ def continue_prompts(
     capacity = width + -(-max_new_tokens // CHUNK) * CHUNK
     cache = KVCache.empty(model.config, count, capacity, element_dtype(model))
     with full_precision(model):
-        logits, cache, used = prefill(graphdef, state, ids, lengths, cache, routing)
+        logits, cache, used = prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
         real = lengths[: len(prompts)]
         prefilled = Ran.of(np.ones_like(real), real, _host(used))
         done = np.arange(count) >= len(prompts)

@@ -29,8 +29,12 @@ class AttentionInputs:
     slots: Int[Array, "B T"]  # where each token's key goes in the cache; out of range: nowhere
     visible: Bool[Array, "B T S"]  # which keys each token sees
     visible_window: Bool[Array, "B T S"]  # the same in layers with a sliding window
+    segment_ids: Int[Array, "B T"]  # of the new tokens; 0 is padding
+    start: Int[Array, "B"] | None = None  # tokens that each row's cache held before these
     # Not None: rows are one segment padded on the right, so causal attention needs no mask.
     causal: Causal | None = dataclasses.field(default=None, metadata={"static": True})
+    # The cache held nothing before these tokens.
+    fresh: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class Attention(nnx.Module):

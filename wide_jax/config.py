@@ -10,6 +10,7 @@ Dimension letters used in the whole project (CONTRIBUTING.md has the list):
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
@@ -107,17 +108,25 @@ class WideConfig:
     intermediate channels an FFN group. One group a module (`depth_routing`) is per-token sublayer
     skipping. With `one_router` the attention router decides for the FFN too (`layer_skipping`); the
     FFN's own router exists but is never asked.
+
+    A group runs where its execute logit exceeds its skip logit by at least the threshold of its
+    module: 0 as trained, moved by `wide dial`.
     """
 
     attn_group_size: int
     ffn_group_size: int
     router_rank: int = 32
     one_router: bool = False
+    attention_threshold: float = 0.0
+    ffn_threshold: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("attn_group_size", "ffn_group_size", "router_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("attention_threshold", "ffn_threshold"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite")
 
     @classmethod
     def for_model(

@@ -67,7 +67,7 @@ class DecodeState:
     usage: Usage | None
 
 
-@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("graphdef", "fresh"), donate_argnames="cache")
 def prefill(
     graphdef: nnx.GraphDef,
     state: nnx.State,
@@ -75,10 +75,13 @@ def prefill(
     lengths: Int[Array, "B"],
     cache: KVCache,
     routing: Routing,
+    *,
+    fresh: bool = False,
 ) -> tuple[Float[Array, "B V"], KVCache, Usage | None]:
     """Run `lengths[b]` prompt tokens of every row (left-aligned) and fill the cache.
 
-    The cache may already hold earlier tokens of the rows (chunked prefill, a cached prefix). It
+    The cache may already hold earlier tokens of the rows (chunked prefill, a cached prefix); with
+    `fresh` the caller promises that it holds none, and a GPU's attention reads fewer bytes. It
     must have room for `cache.lengths + lengths` tokens: `KVCache.check_room` says so before.
 
     Returns:
@@ -88,7 +91,7 @@ def prefill(
     columns = jnp.arange(input_ids.shape[1], dtype=jnp.int32)[None, :]
     real = columns < lengths[:, None]
     batch = TokenBatch(input_ids, cache.lengths[:, None] + columns, real.astype(jnp.int32))
-    output = model(batch, routing, cache=cache)
+    output = model(batch, routing, cache=cache, fresh=fresh)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(output.hidden, last, axis=1)[:, 0]
     return model.logits(hidden), _cache_of(output), _usage_of(model, output, batch)
@@ -342,7 +345,13 @@ def _prefill_in_chunks(graphdef, state, ids, lengths, cache, routing, chunk):
     for start in range(0, ids.shape[1], chunk):
         inside = np.clip(lengths - start, 0, chunk)
         piece, cache, used = prefill(
-            graphdef, state, ids[:, start : start + chunk], inside, cache, routing
+            graphdef,
+            state,
+            ids[:, start : start + chunk],
+            inside,
+            cache,
+            routing,
+            fresh=start == 0,
         )
         if logits is None:
             logits, total = piece, used

@@ -1,6 +1,7 @@
 """The model: a Llama-like decoder whose sublayers can skip groups, token by token."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +9,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from wide_jax import pruned
 from wide_jax.attention import Attention, AttentionInputs, Causal
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache, LayerCache
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.kernels import Kernels
 from wide_jax.layers import Embedding, Linear, RMSNorm, rotary_angles
 from wide_jax.mlp import MLP
 from wide_jax.partition import constrain
 from wide_jax.router import Router, decide
-from wide_jax.routing import AttentionMask, FFNMask, Masks, Routing
+from wide_jax.routing import (
+    Argmax,
+    AttentionMask,
+    FFNMask,
+    GumbelSoftmax,
+    Masks,
+    Routing,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +67,7 @@ class DecoderLayer(nnx.Module):
     ):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.layer = layer
+        self.dense_attn_groups, self.dense_ffn_groups = pruned.dense_groups(config)
         self.one_router = wide is not None and wide.one_router
         self.input_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype)
         self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
@@ -66,8 +77,16 @@ class DecoderLayer(nnx.Module):
             self.router_attention = self.router_ffn = None
         else:
             rank = wide.router_rank
-            self.router_attention = Router(hidden, rank, wide.attn_groups(config), rngs=rngs)
-            self.router_ffn = Router(hidden, rank, wide.ffn_groups(config), rngs=rngs)
+            self.router_attention = Router(
+                hidden,
+                rank,
+                wide.attn_groups(config),
+                threshold=wide.attention_threshold,
+                rngs=rngs,
+            )
+            self.router_ffn = Router(
+                hidden, rank, wide.ffn_groups(config), threshold=wide.ffn_threshold, rngs=rngs
+            )
 
     def __call__(
         self,
@@ -75,7 +94,10 @@ class DecoderLayer(nnx.Module):
         shared: AttentionInputs,
         cache: LayerCache | None,
         routing: Routing,
+        kernels: Kernels | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerDecisions, LayerCache | None]:
+        if kernels is not None:
+            return self._pruned(x, shared, cache, routing, kernels)
         attn_mask, attn_argmax = decide(
             self.router_attention, x, routing, layer=self.layer, module="attention"
         )
@@ -89,6 +111,44 @@ class DecoderLayer(nnx.Module):
             )
         x = constrain(x + self.mlp(self.post_attention_layernorm(x), ffn_mask), "hidden_BTD")
         return x, LayerDecisions(attn_mask, ffn_mask, attn_argmax, ffn_argmax), cache
+
+    def _pruned(
+        self,
+        x: Float[Array, "B T D"],
+        shared: AttentionInputs,
+        cache: LayerCache | None,
+        routing: Routing,
+        kernels: Kernels,
+    ) -> tuple[Float[Array, "B T D"], LayerDecisions, LayerCache | None]:
+        """The same through the kernels: routing, norm and layout once a sublayer."""
+        attn = pruned.decision(
+            self.input_layernorm,
+            self.router_attention,
+            x,
+            shared,
+            routing,
+            kernels,
+            layer=self.layer,
+            module="attention",
+            groups=self.dense_attn_groups,
+        )
+        x, cache = pruned.attend(self.self_attn, x, attn, shared, cache, kernels)
+        asked = isinstance(routing, Argmax)
+        ffn = pruned.decision(
+            self.post_attention_layernorm,
+            self.router_ffn,
+            x,
+            shared,
+            routing,
+            kernels,
+            layer=self.layer,
+            module="ffn",
+            groups=self.dense_ffn_groups,
+            decided=attn if self.one_router and asked else None,
+        )
+        x = pruned.feed_forward(self.mlp, x, ffn, kernels)
+        argmax = (attn.mask, ffn.mask) if asked else (None, None)
+        return x, LayerDecisions(attn.mask, ffn.mask, *argmax), cache
 
 
 class DecoderModel(nnx.Module):
@@ -129,6 +189,7 @@ class WideForCausalLM(nnx.Module):
         if wide is not None:
             wide.check(config)
         self.config, self.wide = config, wide
+        self.kernels: Kernels | None = None  # see `wide_jax.kernels.use_kernels`
         self.model = DecoderModel(config, wide, dtype=dtype, rngs=rngs)
         self.lm_head = (
             None
@@ -144,6 +205,7 @@ class WideForCausalLM(nnx.Module):
         cache: KVCache | None = None,
         remat: bool = False,
         causal: Causal | None = None,
+        fresh: bool = False,
     ) -> ModelOutput:
         """Run the layers.
 
@@ -156,10 +218,13 @@ class WideForCausalLM(nnx.Module):
             causal: promises that every row is one segment, padded on the right: attention then
                 needs no `[T, S]` mask and runs by this implementation, or raises. Outputs of
                 padding mean nothing either way.
+            fresh: promises that the cache holds nothing yet, which lets kernels read the new keys
+                and values alone.
 
         The caller sees to it that a cache has room: a token past its capacity would be lost.
         """
-        shared = attention_inputs(self.config, batch, cache)
+        kernels = None if isinstance(routing, GumbelSoftmax) or remat else self.kernels
+        shared = attention_inputs(self.config, batch, cache, fresh=fresh)
         if causal is not None:
             if cache is not None:
                 raise ValueError(f"{causal=} attention is for whole rows: it takes no cache")
@@ -168,7 +233,7 @@ class WideForCausalLM(nnx.Module):
         decisions, caches = [], []
         for index, layer in enumerate(self.model.layers):
             layer_cache = None if cache is None else cache.layers[index]
-            run = _rematerialised(layer) if remat else layer
+            run = _rematerialised(layer) if remat else functools.partial(layer, kernels=kernels)
             x, chosen, layer_cache = run(x, shared, layer_cache, routing)
             decisions.append(chosen)
             caches.append(layer_cache)
@@ -195,7 +260,7 @@ class WideForCausalLM(nnx.Module):
 
 
 def attention_inputs(
-    config: ModelConfig, batch: TokenBatch, cache: KVCache | None
+    config: ModelConfig, batch: TokenBatch, cache: KVCache | None, *, fresh: bool = False
 ) -> AttentionInputs:
     """Rotary angles, cache slots and visibility, worked out once for all layers."""
     length = batch.input_ids.shape[1] if cache is None else cache.capacity
@@ -205,7 +270,16 @@ def attention_inputs(
     slots = jnp.where(batch.real, batch.positions, length)
     visible = visible_keys(batch, cache, None)
     windowed = visible_keys(batch, cache, config.sliding_window)
-    return AttentionInputs(cos, sin, slots, visible, windowed)
+    return AttentionInputs(
+        cos,
+        sin,
+        slots,
+        visible,
+        windowed,
+        segment_ids=batch.segment_ids,
+        start=None if cache is None else cache.lengths,
+        fresh=fresh and cache is not None,
+    )
 
 
 def visible_keys(

@@ -40,8 +40,17 @@ class RouterLinear(nnx.Module):
 class Router(nnx.Module):
     """`D -> R -> 2 * groups` with nothing between the maps; class 0 = execute, class 1 = skip."""
 
-    def __init__(self, hidden_size: int, rank: int, groups: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        hidden_size: int,
+        rank: int,
+        groups: int,
+        *,
+        threshold: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
         self.groups = groups
+        self.threshold = threshold  # on execute minus skip logit, at inference
         self.compressor = RouterLinear(hidden_size, rank, rngs=rngs)
         self.router = RouterLinear(rank, 2 * groups, rngs=rngs)
 
@@ -69,17 +78,26 @@ def decide(
     match routing:
         case AllOn():
             return None, None
-        case Forced(masks):
-            return getattr(masks, module)[layer], None
-    if router is None:
-        raise ValueError(
-            f"{type(routing).__name__} routing needs routers and this model has none: "
-            "build it with a WideConfig, or use AllOn"
-        )
+        case Forced(masks, ask_routers):
+            mask = getattr(masks, module)[layer]
+            if ask_routers:
+                _, mask = jax.lax.optimization_barrier((required(router, routing)(x), mask))
+            return mask, None
+    router = required(router, routing)
     logits = router(x)
-    argmax = constrain(execute_margin(logits) >= 0, "mask_BTG")
+    argmax = constrain(execute_margin(logits) >= router.threshold, "mask_BTG")
     match routing:
         case Argmax():
             return argmax, argmax
         case GumbelSoftmax():
             return constrain(sample_mask(logits, routing, layer, module), "mask_BTG"), argmax
+
+
+def required(router: Router | None, routing: Routing) -> Router:
+    """The router that `routing` asks. Raises ValueError where the model has none."""
+    if router is None:
+        raise ValueError(
+            f"{type(routing).__name__} routing needs routers and this model has none: "
+            "build it with a WideConfig, or use AllOn"
+        )
+    return router

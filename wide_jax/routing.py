@@ -57,9 +57,14 @@ class GumbelSoftmax:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forced:
-    """Use the given masks instead of the routers'."""
+    """Use the given masks instead of the routers'.
+
+    `ask_routers`: compute the routers' decisions all the same and throw them away, so that a
+    benchmark of given masks pays for routing.
+    """
 
     masks: Masks
+    ask_routers: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 Routing = AllOn | Argmax | GumbelSoftmax | Forced

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from pallas_kernels._common.device import Device
 from wide_jax.cli.start import Platform
 from wide_jax.hf.cache import cache_dir
 from wide_jax.hf.embedded import EMBEDDED_MODEL
@@ -47,6 +48,12 @@ class Args:
 
     platform: Annotated[Platform, tyro.conf.arg(metavar="{auto,cpu,gpu}")] = "auto"
     """What must be usable; `gpu` makes a missing GPU a fault."""
+    model: str | None = None
+    """Also say what each operation of this model's layers runs."""
+    tokens: int = 4096
+    """Length of that model's prompt and context."""
+    batch: int = 1
+    """Sequences in its batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +79,8 @@ def main(args: Args) -> None:
         *kernels(),
         *caches(),
     ]
+    if args.model is not None:
+        findings += model_plan(args.model, batch=args.batch, tokens=args.tokens)
     for finding in findings:
         line = f"{MARKS[finding.level]} {finding.subject}: {finding.text}"
         console.print(line, highlight=False, soft_wrap=True)
@@ -146,6 +155,51 @@ def kernels() -> list[Finding]:
             trust = "measured" if choice.measured else "not measured on this device"
             text = f"{choice.implementation} ({choice.reason}; {trust})"
             findings.append(Finding("ok", f"{op}, {phase}", text))
+    return findings
+
+
+def model_plan(
+    model: str, *, batch: int, tokens: int, device: Device | None = None
+) -> list[Finding]:
+    """What each operation of a model's layers runs in a prefill and in a decode step, and why.
+
+    `device`: by default this one.
+    """
+    import jax.numpy as jnp
+
+    from wide_jax.cli.models import sparsity_hints
+    from wide_jax.config import WideConfig
+    from wide_jax.engine import automatic_kernels, plan
+    from wide_jax.hf.config import read_config
+    from wide_jax.hf.resolve import resolve_model
+    from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
+    from wide_jax.pruned import dense_ffn_group
+
+    folder = resolve_model(model)
+    config = read_config(base_folder(folder))
+    if is_wide_folder(folder):
+        wide = load_wide_info(folder, config).wide
+    else:
+        wide = WideConfig(config.heads_per_kv_head, dense_ffn_group(config))
+    engine = automatic_kernels(**sparsity_hints(folder), device=device)
+    findings = [Finding("ok", model, engine.reason)]
+    if engine.kernels is None:
+        return findings
+    dtype = jnp.dtype(config.dtype).name
+    for phase, new in (("prefill", tokens), ("decode", 1)):
+        for op in plan(
+            config,
+            wide,
+            engine.kernels,
+            batch=batch,
+            tokens=new,
+            context=tokens,
+            dtype=dtype,
+            device=device,
+        ):
+            trust = "measured" if op.measured else "not measured on this device"
+            text = f"{op.implementation} ({op.reason}; {trust})"
+            findings.append(Finding("ok", f"{phase}, {op.part} ({op.op})", text))
     return findings
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from wide_jax.cli.progress import advance_bytes, progress
+from wide_jax.engine import EngineChoice, use_kernels
 from wide_jax.hf.config import read_config
 from wide_jax.hf.embedded import EMBEDDED_MODEL
 from wide_jax.hf.load import find_weights
@@ -19,6 +20,7 @@ from wide_jax.hf.save import fingerprint
 from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
 from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
 from wide_jax.model import WideForCausalLM
+from wide_jax.routing import MODULES
 
 DType = Literal["checkpoint", "float32", "bfloat16"]
 
@@ -31,6 +33,7 @@ class LoadedModel:
     folder: Path
     model: WideForCausalLM
     tokenizer: Any
+    engine: EngineChoice  # what inference runs on, and why
 
     @property
     def encode(self) -> Callable[[str], list[int]]:
@@ -66,7 +69,10 @@ class LoadedModel:
 def load_model(
     console: Console, model: str | None, *, dense: bool = False, dtype: DType = "checkpoint"
 ) -> LoadedModel:
-    """Resolve, fetch and read a model and its tokenizer, with progress."""
+    """Resolve, fetch and read a model and its tokenizer, with progress.
+
+    Its inference is put on kernels where there are any for this device; the choice is printed.
+    """
     with progress(console, "loading the model") as advance:
         folder = resolve_model(model, progress=advance_bytes(advance))
         loaded = from_pretrained(
@@ -76,4 +82,16 @@ def load_model(
             progress=advance_bytes(advance),
         )
     name = EMBEDDED_MODEL.name if model is None else model
-    return LoadedModel(name, folder, loaded, load_tokenizer(folder))
+    engine = use_kernels(loaded, **sparsity_hints(folder))
+    console.print(f"[dim]inference: {engine.reason}[/dim]", highlight=False)
+    return LoadedModel(name, folder, loaded, load_tokenizer(folder), engine)
+
+
+def sparsity_hints(folder: Path) -> dict[str, float | None]:
+    """What a model's folder says its routers skip: the rates that `wide dial` measured, else the
+    targets of its training, else nothing."""
+    if not is_wide_folder(folder):
+        return {"attention_sparsity": None, "ffn_sparsity": None}
+    info = load_wide_info(folder)
+    rates = {**info.targets, **info.training.get("rates", {})}
+    return {f"{module}_sparsity": rates.get(module) for module in MODULES}

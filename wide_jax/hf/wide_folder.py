@@ -203,7 +203,12 @@ def load_wide_info(folder: str | Path, config: ModelConfig | None = None) -> Wid
         one_router = raw.get("one_router", False)
         if not isinstance(one_router, bool):
             raise ValueError(f"one_router={one_router!r}, expected true or false")
-        wide = WideConfig(**{name: _whole(raw, name) for name in sizes}, one_router=one_router)
+        wide = WideConfig(
+            **{name: _whole(raw, name) for name in sizes},
+            one_router=one_router,
+            attention_threshold=float(raw.get("attention_threshold", 0.0)),
+            ffn_threshold=float(raw.get("ffn_threshold", 0.0)),
+        )
         wide.check(config)
         base = raw["base"]
         info = WideInfo(

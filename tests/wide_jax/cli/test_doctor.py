@@ -2,6 +2,7 @@
 
 import pytest
 
+from pallas_kernels._common.device import H200
 from wide_jax.cli import doctor
 from wide_jax.cli.main import main
 
@@ -45,3 +46,14 @@ def test_a_healthy_machine_reports_every_part_and_exits_0(capsys):
     printed = capsys.readouterr().out
     for subject in ("python", "jax", "devices", "gemm_mn, prefill", "cache", "embedded model"):
         assert f" {subject}: " in printed
+
+
+def test_a_models_plan_names_what_each_operation_runs_and_why(model_folder, capsys):
+    assert main(["doctor", "--model", str(model_folder)]) == 0
+    assert "is not a CUDA device: plain JAX" in capsys.readouterr().out.replace("\n", " ")
+    found = doctor.model_plan(str(model_folder), batch=1, tokens=256, device=H200)
+    subjects = [finding.subject for finding in found[1:]]
+    for phase, attention in (("prefill", "attention_prefill"), ("decode", "attention_decode")):
+        for part in ("q (gemm_mn)", f"attention ({attention})", "gate and up (swiglu_up)"):
+            assert f"{phase}, {part}" in subjects
+    assert all("measured" in finding.text for finding in found[1:])

@@ -1,0 +1,181 @@
+"""Inference through `pallas_kernels` equals plain JAX: same masks, same logits, same tokens."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.wide_jax.conftest import forward, tiny_config, tiny_model
+from wide_jax import lora
+from wide_jax.batch import TokenBatch
+from wide_jax.config import WideConfig
+from wide_jax.engine import plan, use_kernels
+from wide_jax.generate import generate
+from wide_jax.kernels import Kernels
+from wide_jax.routing import AllOn, Argmax, Forced, GumbelSoftmax, Masks
+
+PROMPTS = [[5, 9, 11], [3, 1, 4, 1, 5, 9, 2], [7] * 13]
+
+
+def pair(wide=None, **changes):
+    """The same model twice: plain JAX, and kernels (their references, on a CPU)."""
+    config = tiny_config(**changes)
+    sizes = wide or WideConfig.for_model(config, ffn_group_size=8)
+    plain = tiny_model(sizes, **changes)
+    fast = copy.deepcopy(plain)
+    use_kernels(fast, Kernels())
+    return plain, fast
+
+
+def same(got, wanted, where=...):
+    """Two pytrees of arrays are equal; leaf by leaf, as their classes take nothing but arrays."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours)[where], np.asarray(theirs)[where])
+
+
+VARIANTS = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "biases everywhere": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "window": {"sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("routing", [Argmax(), AllOn()], ids=["argmax", "all on"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_forward_pass_equals_plain_jax(name, routing):
+    plain, fast = pair(**VARIANTS[name])
+    ids = jax.random.randint(jax.random.key(1), (2, 24), 0, 61)
+    batch = TokenBatch.from_lengths(ids, jnp.array([24, 9]))
+    wanted, expected = forward(plain, batch, routing)
+    logits, got = forward(fast, batch, routing)
+    real = np.asarray(batch.real)
+    np.testing.assert_allclose(logits[real], wanted[real], atol=1e-4)
+    if isinstance(routing, AllOn):
+        assert got.masks is None
+        return
+    same(got.masks, expected.masks, where=real)
+
+
+def test_packed_rows_equal_plain_jax():
+    plain, fast = pair()
+    ids = jax.random.randint(jax.random.key(2), (1, 20), 0, 61)
+    segments = jnp.array([[1] * 7 + [2] * 9 + [0] * 4])
+    positions = jnp.array([[*range(7), *range(9), *range(4)]])
+    batch = TokenBatch(ids, positions, segments)
+    wanted, got = forward(plain, batch, Argmax())[0], forward(fast, batch, Argmax())[0]
+    np.testing.assert_allclose(got[:, :16], wanted[:, :16], atol=1e-4)
+
+
+@pytest.mark.parametrize("routing", [Argmax(), AllOn()], ids=["argmax", "all on"])
+@pytest.mark.parametrize("name", ["qwen3", "window", "biases everywhere"])
+def test_generation_equals_plain_jax(name, routing):
+    plain, fast = pair(**VARIANTS[name])
+    options = {"max_new_tokens": 8, "stop_ids": (), "routing": routing}
+    wanted = generate(plain, PROMPTS, **options)
+    for chunk in (None, 5):
+        got = generate(fast, PROMPTS, prefill_chunk=chunk, **options)
+        np.testing.assert_array_equal(got.tokens, wanted.tokens)
+        np.testing.assert_allclose(got.log_probs, wanted.log_probs, atol=1e-4)
+        for ours, theirs in (
+            (got.prefill_usage, wanted.prefill_usage),
+            (got.decode_usage, wanted.decode_usage),
+        ):
+            same(ours, theirs)
+
+
+def test_a_rows_result_does_not_depend_on_batch_or_cache():
+    _, fast = pair()
+    together = generate(fast, PROMPTS, max_new_tokens=6, stop_ids=())
+    for row, prompt in enumerate(PROMPTS):
+        alone = generate(fast, [prompt], max_new_tokens=6, stop_ids=())
+        longer = generate(fast, [prompt], max_new_tokens=50, stop_ids=())
+        assert alone.tokens[0].tolist() == together.tokens[row].tolist()
+        assert longer.tokens[0, :6].tolist() == alone.tokens[0].tolist()
+        np.testing.assert_allclose(alone.log_probs[0], together.log_probs[row], atol=1e-5)
+
+
+@pytest.mark.parametrize("maker", [WideConfig.depth_routing, WideConfig.layer_skipping])
+def test_coarse_variants_run_through_the_same_kernels(maker):
+    plain, fast = pair(maker(tiny_config()))
+    batch = TokenBatch.from_lengths(jnp.arange(40)[None] % 61)
+    wanted, got = forward(plain, batch, Argmax()), forward(fast, batch, Argmax())
+    np.testing.assert_allclose(got[0], wanted[0], atol=1e-4)
+    same(got[1].masks, wanted[1].masks)
+
+
+def test_forced_masks_and_thresholds():
+    config = tiny_config()
+    wide = WideConfig.for_model(config, ffn_group_size=8)
+    plain, fast = pair(wide)
+    batch = TokenBatch.from_lengths(jnp.arange(12)[None])
+    keys = jax.random.split(jax.random.key(3), 4)
+    masks = Masks(
+        tuple(jax.random.bernoulli(k, 0.5, (1, 12, 3 - 1)) for k in keys[:2]),
+        tuple(jax.random.bernoulli(k, 0.5, (1, 12, 6)) for k in keys[2:]),
+    )
+    wanted, got = (forward(model, batch, Forced(masks))[0] for model in (plain, fast))
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+    def active(**thresholds):
+        moved = WideConfig(3, 8, attention_threshold=0.0, **thresholds)
+        models = pair(moved)
+        counts = [
+            sum(int(mask.sum()) for mask in forward(m, batch, Argmax())[1].masks.ffn)
+            for m in models
+        ]
+        assert counts[0] == counts[1]
+        return counts[0]
+
+    assert active(ffn_threshold=1e9) == 0
+    assert active(ffn_threshold=-1e9) == 2 * 12 * 6
+    assert 0 < active(ffn_threshold=0.0) < 2 * 12 * 6
+
+
+def test_training_takes_the_plain_path():
+    """Sampled masks need gradients, which compiled kernels do not have."""
+    _, fast = pair()
+    batch = TokenBatch.from_lengths(jnp.arange(6)[None])
+    routing = GumbelSoftmax(jax.random.key(0), jnp.float32(1.0))
+    graphdef, params, rest = nnx.split(fast, nnx.Param, ...)
+
+    def loss(params):
+        return nnx.merge(graphdef, params, rest)(batch, routing).hidden.sum()
+
+    gradients = jax.tree.leaves(jax.grad(loss)(params))
+    assert any(float(jnp.abs(g).max()) > 0 for g in gradients)
+
+
+def test_auto_says_what_it_took_and_a_named_choice_is_refused_where_it_cannot_run():
+    model = tiny_model(WideConfig.for_model(tiny_config(), ffn_group_size=8))
+    choice = use_kernels(model)
+    assert model.kernels is choice.kernels
+    if jax.default_backend() == "cpu":
+        assert choice.kernels is None
+        assert "not a CUDA device" in choice.reason
+    lora.attach(model, lora.LoRASettings(rank=2), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="LoRA is attached: merge it"):
+        use_kernels(model, Kernels())
+    with pytest.raises(ValueError, match=r"attention_sparsity=1\.5 must be in"):
+        Kernels(attention_sparsity=1.5)
+
+
+def test_plan_names_every_op_of_a_layer():
+    config, kernels = tiny_config(), Kernels(gemm_mn="reference")
+    wide = WideConfig.for_model(config, ffn_group_size=8)
+    for tokens, attention in ((1, "attention_decode"), (64, "attention_prefill")):
+        ops = plan(config, wide, kernels, batch=1, tokens=tokens, context=64)
+        assert [(op.op, op.part) for op in ops] == [
+            ("gemm_mn", "q"),
+            (attention, "attention"),
+            ("gemm_k", "o"),
+            ("swiglu_up", "gate and up"),
+            ("gemm_k", "down"),
+        ]
+        assert ops[0].reason == "asked for"
+        assert all(op.implementation for op in ops)

@@ -1,0 +1,176 @@
+"""Putting a model's inference on kernels, and saying what will run: `use_kernels`, `plan`."""
+
+import dataclasses
+from typing import Literal
+
+from flax import nnx
+
+from pallas_kernels import explain
+from pallas_kernels._attention.dispatch import explain_attention
+from pallas_kernels._common.device import Device, current_device
+from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.kernels import Kernels
+from wide_jax.model import WideForCausalLM
+from wide_jax.params import LoRAParam
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineChoice:
+    """What an automatic choice took, and why; `kernels` None is plain JAX."""
+
+    kernels: Kernels | None
+    reason: str
+
+
+def use_kernels(
+    model: WideForCausalLM,
+    kernels: Kernels | Literal["auto"] | None = "auto",
+    *,
+    attention_sparsity: float | None = None,
+    ffn_sparsity: float | None = None,
+) -> EngineChoice:
+    """Set what `model`'s inference runs on from now on; what was compiled before stays valid.
+
+    Args:
+        model: changed in place; its weights are untouched.
+        kernels: settings (they run or raise), None for plain JAX, or `auto`: the kernels on a CUDA
+            device that can run them, else plain JAX.
+        attention_sparsity, ffn_sparsity: hints for `auto`; see `Kernels`.
+
+    Raises:
+        ValueError: kernels were asked for and this model cannot run through them.
+    """
+    obstacle = obstacle_to_kernels(model)
+    if kernels == "auto":
+        choice = automatic_kernels(
+            obstacle, attention_sparsity=attention_sparsity, ffn_sparsity=ffn_sparsity
+        )
+    elif kernels is None:
+        choice = EngineChoice(None, "asked for")
+    else:
+        if obstacle is not None:
+            raise ValueError(f"this model cannot run through kernels: {obstacle}")
+        choice = EngineChoice(kernels, "asked for")
+    model.kernels = choice.kernels
+    return choice
+
+
+def obstacle_to_kernels(model: WideForCausalLM) -> str | None:
+    """Why a model cannot run through `pallas_kernels`, or None if it can."""
+    state = nnx.state(model)
+    if list(nnx.to_flat_state(nnx.state(model, LoRAParam))):
+        return "a LoRA is attached: merge it into the weights (wide export)"
+    devices = {
+        device
+        for _, leaf in nnx.to_flat_state(state)
+        for device in getattr(getattr(leaf[...], "sharding", None), "device_set", ())
+    }
+    if len(devices) > 1:
+        return f"its weights lie on {len(devices)} devices, and kernels run on one"
+    return None
+
+
+def automatic_kernels(
+    obstacle: str | None = None,
+    *,
+    attention_sparsity: float | None = None,
+    ffn_sparsity: float | None = None,
+    device: Device | None = None,
+) -> EngineChoice:
+    """What `auto` takes, for a model with the given obstacle; by default on this device."""
+    device = device or current_device()
+    if device.capability is None:
+        return EngineChoice(None, f"{device.kind} is not a CUDA device: plain JAX")
+    if float(device.capability) < 8.0:
+        reason = f"kernels need compute capability 8.0 or later, not {device.capability}"
+        return EngineChoice(None, f"{reason}: plain JAX")
+    if obstacle is not None:
+        return EngineChoice(None, f"{obstacle}: plain JAX")
+    return EngineChoice(Kernels(attention_sparsity, ffn_sparsity), f"kernels on {device.kind}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedOp:
+    """What one operation of every layer will run."""
+
+    op: str
+    part: str  # q, o, gate and up, down, attention
+    implementation: str
+    reason: str
+    measured: bool
+
+
+def plan(
+    config: ModelConfig,
+    wide: WideConfig,
+    kernels: Kernels,
+    *,
+    batch: int,
+    tokens: int,
+    context: int,
+    dtype: str = "bfloat16",
+    device: Device | None = None,
+) -> list[PlannedOp]:
+    """The operations of a layer for `batch` rows of `tokens` new tokens among `context` slots.
+
+    One token is a decode step. An operation that `kernels` names is reported as asked for.
+    """
+    m = batch * tokens
+    hidden, head = config.hidden_size, config.head_dim
+    queries = config.num_attention_heads * head
+    heads = wide.attn_group_size
+    products = (
+        ("gemm_mn", "q", queries, hidden, heads * head, kernels.attention_sparsity),
+        ("gemm_k", "o", hidden, queries, heads * head, kernels.attention_sparsity),
+        (
+            "swiglu_up",
+            "gate and up",
+            config.intermediate_size,
+            hidden,
+            wide.ffn_group_size,
+            kernels.ffn_sparsity,
+        ),
+        (
+            "gemm_k",
+            "down",
+            hidden,
+            config.intermediate_size,
+            wide.ffn_group_size,
+            kernels.ffn_sparsity,
+        ),
+    )
+    found = []
+    for op, part, n, k, group, sparsity in products:
+        choice = explain(
+            op,
+            m=m,
+            n=n,
+            k=k,
+            group=group,
+            dtype=dtype,
+            expected_sparsity=sparsity,
+            device=device,
+        )
+        found.append(_planned(op, part, getattr(kernels, op), choice))
+    op = "attention_decode" if tokens == 1 else "attention_prefill"
+    choice = explain_attention(
+        op,
+        b=batch,
+        t=tokens,
+        s=context,
+        hq=config.num_attention_heads,
+        hk=config.num_key_value_heads,
+        d=head,
+        group=heads,
+        dtype=dtype,
+        expected_sparsity=kernels.attention_sparsity,
+        device=device,
+    )
+    found.insert(1, _planned(op, "attention", getattr(kernels, op), choice))
+    return found
+
+
+def _planned(op: str, part: str, asked: str | None, choice) -> PlannedOp:
+    if asked is not None:
+        return PlannedOp(op, part, asked, "asked for", measured=False)
+    return PlannedOp(op, part, choice.implementation, choice.reason, choice.measured)

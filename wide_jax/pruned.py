@@ -1,0 +1,279 @@
+"""One decoder layer through `pallas_kernels`: what inference runs where a model has `Kernels`.
+
+    x -> norm_route -> mask -> mask_layout          one decision, one layout a sublayer
+         gemm_mn (q) -> rotate -> attention -> gemm_k (o) -> + x
+    x -> norm_route -> mask -> mask_layout
+         swiglu_up (gate, up) -> gemm_k (down) -> + x
+
+The plain path (`attention.py`, `mlp.py`) is the specification. Padding tokens skip every group
+here: nobody reads their outputs.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels import (
+    MaskLayout,
+    RouterWeights,
+    gemm_k,
+    gemm_mn,
+    mask_layout,
+    norm_route,
+    swiglu_up,
+)
+from pallas_kernels.attention_decode import attention_decode
+from pallas_kernels.attention_prefill import attention_prefill
+from wide_jax.attention import Attention, AttentionInputs
+from wide_jax.cache import LayerCache
+from wide_jax.config import ModelConfig
+from wide_jax.kernels import Kernels
+from wide_jax.layers import Linear, RMSNorm, rotate
+from wide_jax.mlp import MLP
+from wide_jax.router import Router, required
+from wide_jax.routing import AllOn, Argmax, Forced, Module, Routing
+
+FEW_TOKENS = 64  # up to here the ops read each weight once, and even a dense step gains by them
+DENSE_FFN_GROUP = 128
+
+
+def dense_ffn_group(config: ModelConfig) -> int:
+    """Channels of a group in a dense step of few tokens."""
+    channels = config.intermediate_size
+    return DENSE_FFN_GROUP if channels % DENSE_FFN_GROUP == 0 else channels
+
+
+def dense_groups(config: ModelConfig) -> tuple[int, int]:
+    """Attention and FFN groups that the kernels see in a dense step of few tokens."""
+    return config.num_key_value_heads, config.intermediate_size // dense_ffn_group(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A sublayer's normed input and what runs of it."""
+
+    normed: Float[Array, "B T D"]
+    mask: Bool[Array, "B T groups"] | None  # None: everything
+    layout: MaskLayout | None  # None: everything, by plain products
+
+
+def decision(
+    norm: RMSNorm,
+    router: Router | None,
+    x: Float[Array, "B T D"],
+    shared: AttentionInputs,
+    routing: Routing,
+    kernels: Kernels,
+    *,
+    layer: int,
+    module: Module,
+    groups: int,
+    decided: Decision | None = None,
+) -> Decision:
+    """Norm, mask and layout of one sublayer, whose input is the residual stream `x`.
+
+    `groups` are those of a dense step of few tokens, which runs by the same kernels. `decided`:
+    another sublayer's decision that holds for this one too.
+
+    Raises:
+        ValueError: `routing` needs a router and the model has none.
+    """
+    hints = {"attention": kernels.attention_sparsity, "ffn": kernels.ffn_sparsity}
+    sparsity = hints[module]
+    if decided is not None:
+        return Decision(norm(x), decided.mask, decided.layout)
+    match routing:
+        case AllOn():
+            layout = None
+            if x.shape[0] * x.shape[1] <= FEW_TOKENS:
+                layout = _layout(jnp.ones((*x.shape[:2], groups), bool), shared, 0.0, kernels)
+            return Decision(norm(x), None, layout)
+        case Forced(masks, ask_routers):
+            mask = getattr(masks, module)[layer] != 0
+            if ask_routers:
+                normed, decided = _asked(norm, required(router, routing), x, kernels)
+                mask, _ = jax.lax.optimization_barrier((mask, decided))
+            else:
+                normed = norm(x)
+            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels))
+        case Argmax():
+            normed, mask = _asked(norm, required(router, routing), x, kernels)
+            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels))
+    raise ValueError(f"{type(routing).__name__} routing is for training: it runs in plain JAX")
+
+
+def _asked(
+    norm: RMSNorm, router: Router, x: Float[Array, "B T D"], kernels: Kernels
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T groups"]]:
+    """The normed input and the router's decisions."""
+    compressor, last = router.compressor, router.router
+    normed, mask = norm_route(
+        x.reshape(-1, x.shape[-1]),
+        norm.weight[...],
+        RouterWeights(
+            compressor.weight[...], compressor.bias[...], last.weight[...], last.bias[...]
+        ),
+        eps=norm.eps,
+        threshold=router.threshold,
+        implementation=kernels.norm_route,
+    )
+    return normed.reshape(x.shape), mask.reshape(*x.shape[:2], -1)
+
+
+def _layout(
+    mask: Bool[Array, "B T groups"],
+    shared: AttentionInputs,
+    sparsity: float | None,
+    kernels: Kernels,
+) -> MaskLayout:
+    real = (shared.segment_ids > 0)[..., None]
+    return mask_layout(
+        (mask & real).reshape(-1, mask.shape[-1]),
+        expected_sparsity=sparsity,
+        implementation=kernels.mask_layout,
+    )
+
+
+def attend(
+    attention: Attention,
+    x: Float[Array, "B T D"],
+    decision: Decision,
+    shared: AttentionInputs,
+    cache: LayerCache | None,
+    kernels: Kernels,
+) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+    """`x` plus the attention sublayer's output, and the cache with the new keys and values."""
+    rows, tokens = x.shape[:2]
+    q = _projected(attention.q_proj, decision, kernels)
+    q = q.reshape(rows, tokens, -1, attention.head_dim)
+    k, v = (
+        proj(decision.normed).reshape(rows, tokens, -1, attention.head_dim)
+        for proj in (attention.k_proj, attention.v_proj)
+    )
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q = rotate(q, shared.cos, shared.sin)
+    k = rotate(k, shared.cos, shared.sin)
+    if cache is not None:
+        cache = cache.write(k, v, shared.slots)
+    out = _attention(attention, q, k, v, decision, shared, cache, kernels)
+    out = out.reshape(rows * tokens, -1)
+    # Where everything runs, padding's heads are computed though its layout says off.
+    zeroed = decision.mask is not None
+    return _added(x, out, attention.o_proj, decision, kernels, zeroed=zeroed), cache
+
+
+def _attention(
+    attention: Attention,
+    q: Float[Array, "B T Hq d"],
+    k: Float[Array, "B T Hk d"],
+    v: Float[Array, "B T Hk d"],
+    decision: Decision,
+    shared: AttentionInputs,
+    cache: LayerCache | None,
+    kernels: Kernels,
+) -> Float[Array, "B T Hq d"]:
+    layout = None if decision.mask is None else decision.layout
+    if cache is None:
+        return attention_prefill(
+            q,
+            k,
+            v,
+            layout,
+            segment_ids=shared.segment_ids if shared.causal is None else None,
+            sliding_window=attention.window,
+            implementation=kernels.attention_prefill,
+        )
+    new = (shared.segment_ids > 0).sum(axis=1, dtype=jnp.int32)
+    if shared.fresh:  # the cache held nothing: the new tokens see only each other
+        return attention_prefill(
+            q,
+            k,
+            v,
+            layout,
+            lengths=new,
+            sliding_window=attention.window,
+            implementation=kernels.attention_prefill,
+        )
+    keys, values = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
+    if q.shape[1] == 1:
+        out = attention_decode(
+            q[:, 0],
+            keys,
+            values,
+            None if layout is None else layout.mask,
+            # A row without a new token reads nothing.
+            jnp.where(new > 0, shared.start + new, 0),
+            sliding_window=attention.window,
+            expected_sparsity=None if layout is None else layout.expected_sparsity,
+            implementation=kernels.attention_decode,
+        )
+        return out[:, None]
+    return attention_prefill(
+        q,
+        keys,
+        values,
+        layout,
+        start=shared.start,
+        lengths=shared.start + new,
+        sliding_window=attention.window,
+        implementation=kernels.attention_prefill,
+    )
+
+
+def feed_forward(
+    mlp: MLP, x: Float[Array, "B T D"], decision: Decision, kernels: Kernels
+) -> Float[Array, "B T D"]:
+    """`x` plus the FFN's output."""
+    normed, layout = decision.normed.reshape(-1, x.shape[-1]), decision.layout
+    gate, up = mlp.gate_proj, mlp.up_proj
+    zeroed = layout is not None and gate.bias is None
+    if layout is None or gate.bias is not None:  # the kernel has no biases
+        inner = jax.nn.silu(gate(normed)) * up(normed)
+    else:
+        inner = swiglu_up(
+            normed,
+            gate.weight[...],
+            up.weight[...],
+            layout,
+            implementation=kernels.swiglu_up,
+        )
+    return _added(x, inner, mlp.down_proj, decision, kernels, zeroed=zeroed)
+
+
+def _projected(linear: Linear, decision: Decision, kernels: Kernels) -> Float[Array, "M N"]:
+    normed = decision.normed.reshape(-1, decision.normed.shape[-1])
+    if decision.layout is None:
+        return linear(normed)
+    return gemm_mn(
+        normed,
+        linear.weight[...],
+        decision.layout,
+        bias=None if linear.bias is None else linear.bias[...],
+        implementation=kernels.gemm_mn,
+    )
+
+
+def _added(
+    x: Float[Array, "B T D"],
+    inner: Float[Array, "M K"],
+    linear: Linear,
+    decision: Decision,
+    kernels: Kernels,
+    *,
+    zeroed: bool,
+) -> Float[Array, "B T D"]:
+    """`x + inner W^T + bias`, over active groups only; `zeroed`: `inner` is 0 in the others."""
+    if decision.layout is None:
+        return x + linear(inner).reshape(x.shape)
+    return gemm_k(
+        inner,
+        linear.weight[...],
+        decision.layout,
+        bias=None if linear.bias is None else linear.bias[...],
+        residual=x.reshape(-1, x.shape[-1]),
+        inputs_zeroed=zeroed,
+        implementation=kernels.gemm_k,
+    ).reshape(x.shape)
