@@ -124,9 +124,32 @@ def time_interleaved[Name: Hashable](
     return timings
 
 
-def _kernel_durations(files: Sequence[str]) -> dict[str, list[float]]:
-    """Nanoseconds of every kernel and memory operation on a GPU stream, by module, in order."""
-    events: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+@dataclasses.dataclass(frozen=True)
+class KernelEvent:
+    """One kernel or memory operation that ran on a GPU stream."""
+
+    name: str
+    module: str  # the compiled function it belongs to
+    start_ns: float
+    duration_ns: float
+
+
+def kernel_events(call: Callable[[], Any]) -> list[KernelEvent]:
+    """What ran on the GPU while `call` did, in order of start. `call` must have run before.
+
+    Raises `RuntimeError` where the profiler saw no kernels.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        events = _events(glob.glob(f"{folder}/**/*.xplane.pb", recursive=True))
+    if not events:
+        raise RuntimeError("the profiler saw no kernels: a breakdown needs a GPU")
+    return events
+
+
+def _events(files: Sequence[str]) -> list[KernelEvent]:
+    found = []
     for file in files:
         for plane in ProfileData.from_file(file).planes:
             if "GPU" not in plane.name:
@@ -135,6 +158,14 @@ def _kernel_durations(files: Sequence[str]) -> dict[str, list[float]]:
                 if not line.name.startswith("Stream"):
                     continue
                 for event in line.events:
-                    module = dict(event.stats).get("hlo_module")
-                    events[str(module)].append((event.start_ns, event.duration_ns))
-    return {module: [d for _, d in sorted(found)] for module, found in events.items()}
+                    module = str(dict(event.stats).get("hlo_module"))
+                    found.append(KernelEvent(event.name, module, event.start_ns, event.duration_ns))
+    return sorted(found, key=lambda event: event.start_ns)
+
+
+def _kernel_durations(files: Sequence[str]) -> dict[str, list[float]]:
+    """Nanoseconds of every kernel and memory operation on a GPU stream, by module, in order."""
+    durations: dict[str, list[float]] = collections.defaultdict(list)
+    for event in _events(files):
+        durations[event.module].append(event.duration_ns)
+    return durations

@@ -1,6 +1,7 @@
 """Measured and ideal speedup of a model at its own masks, against the same model with all on.
 
-Ideal: the time if it fell as the work does, total included: FLOPs in prefill, bytes in decode.
+Ideal: the time if it fell as the work does, total included: FLOPs in prefill, bytes in decode
+(`wide_jax.accounting`).
 Measured on random ids in the shapes below; masks are the routers' for those ids, and the ideal is
 computed from the very same masks. The end-to-end benchmark is what to quote; this says, beside a
 quality figure, whether its sparsity pays on this device.
@@ -18,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from eval.scoring import Ran, element_dtype, full_precision
+from wide_jax.accounting import ideal_prefill_speedup
 from wide_jax.cache import KVCache
 from wide_jax.generate import decode_step, prefill
 from wide_jax.model import WideForCausalLM
@@ -49,16 +51,22 @@ def measure_speedup(
     result: dict[str, Any] = {"shape": dataclasses.asdict(shape)}
     for phase in ("prefill", "decode"):
         dense, wide = (statistics.median(runs[name][phase]) for name in ("dense", "wide"))
-        accounting = runs["wide"]["ran"][phase].accounting(model)
-        left = 1 - (accounting.flops_total if phase == "prefill" else accounting.bytes_total)
         result[phase] = {
             "measured": dense / wide,
-            "ideal": 1 / left,
+            "ideal": _ideal(model, phase, runs["wide"]["ran"][phase], shape.batch),
             "dense_ms": dense,
             "wide_ms": wide,
             "samples_ms": {name: runs[name][phase] for name in runs},
         }
     return result
+
+
+def _ideal(model: WideForCausalLM, phase: str, ran: Ran, rows: int) -> float:
+    if ran.usage is None or model.wide is None:
+        return 1.0
+    if phase == "prefill":
+        return ideal_prefill_speedup(ran.usage, model.config, model.wide, rows)
+    return 1 / (1 - ran.accounting(model).bytes_total)
 
 
 def _time(model: WideForCausalLM, routing: Routing, shape: SpeedShape) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def _time(model: WideForCausalLM, routing: Routing, shape: SpeedShape) -> dict[s
         jax.block_until_ready(cache)
 
         def run_prefill(cache=cache):
-            return prefill(graphdef, state, ids, lengths, cache, routing)
+            return prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
 
         with full_precision(model):
             (logits, cache, used), spent = _timed(run_prefill)

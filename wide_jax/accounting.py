@@ -275,6 +275,44 @@ def account(
     )
 
 
+def ideal_prefill_speedup(usage: Usage, config: ModelConfig, wide: WideConfig, rows: int) -> float:
+    """How much faster a prefill of these masks would be if its time fell as its FLOPs do.
+
+    `rows` sequences, whose last tokens alone go through the output head. Routing is charged to the
+    pruned side only.
+    """
+    usage = usage.to_host()
+    price = _Prices.of(config, usage.attn_groups, usage.ffn_groups)
+    fixed, tokens = fixed_costs(config, wide), float(usage.tokens)
+    head = 2.0 * config.hidden_size * config.vocab_size
+    routers = 2.0 * _router_products(config, wide)
+    dense = float(_routable(usage, price).flops) + rows * head
+    dense += tokens * (fixed.flops - head - routers)
+    return dense / (dense + tokens * routers - float(_saved(usage, price).flops))
+
+
+def ideal_decode_speedup(
+    usage: Usage,
+    steps: StepUsage,
+    config: ModelConfig,
+    wide: WideConfig,
+    *,
+    weight_bytes: int | float,
+    kv_bytes: int | float,
+) -> float:
+    """The same for decode steps and the bytes they read; a weight is read once for the batch."""
+    usage, steps = usage.to_host(), steps.to_host()
+    price = _Prices.of(config, usage.attn_groups, usage.ffn_groups)
+    fixed = fixed_costs(config, wide)
+    count = float(steps.steps)
+    weights = config.num_hidden_layers * price.layer_weights + fixed.weights
+    dense = count * weights * weight_bytes + float(_routable(usage, price).kv) * kv_bytes
+    idle = price.attn_weights * steps.attention_idle.sum()
+    idle += price.ffn_weights * steps.ffn_idle.sum()
+    saved = float(idle) * weight_bytes + float(_saved(usage, price).kv) * kv_bytes
+    return dense / (dense + count * fixed.router_weights * ROUTER_BYTES - saved)
+
+
 @dataclasses.dataclass(frozen=True)
 class FixedCosts:
     """What every token costs whatever its masks: FLOPs, and elements read in a decode step."""
@@ -298,12 +336,9 @@ def fixed_costs(config: ModelConfig, wide: WideConfig) -> FixedCosts:
         normed += layers * (queries + keys)
     biases = config.qkv_bias * (queries + 2 * keys) + config.o_bias * hidden
     biases += config.mlp_bias * (2 * config.intermediate_size + hidden)
-    rank = wide.router_rank
-    outputs = [2 * wide.attn_groups(config), 2 * wide.ffn_groups(config)]
-    if wide.one_router:  # the FFN's is kept in the file but never asked
-        outputs = outputs[:1]
-    routers = sum(hidden * rank + rank * out for out in outputs)
-    router_biases = sum(rank + out for out in outputs)
+    outputs = _router_outputs(config, wide)
+    routers = _router_products(config, wide) // layers
+    router_biases = sum(wide.router_rank + out for out in outputs)
     projections = layers * 2 * hidden * keys
     head_weights = hidden * config.vocab_size
     norm_weights = (2 * layers + 1) * hidden + (layers * 2 * head if config.qk_norm else 0)
@@ -312,6 +347,19 @@ def fixed_costs(config: ModelConfig, wide: WideConfig) -> FixedCosts:
         weights=float(projections + head_weights + hidden + norm_weights + layers * biases),
         router_weights=float(layers * (routers + router_biases)),
     )
+
+
+def _router_outputs(config: ModelConfig, wide: WideConfig) -> list[int]:
+    """Logits of each router of a layer that is asked."""
+    outputs = [2 * wide.attn_groups(config), 2 * wide.ffn_groups(config)]
+    return outputs[:1] if wide.one_router else outputs  # the FFN's is kept in the file
+
+
+def _router_products(config: ModelConfig, wide: WideConfig) -> int:
+    """Multiplications of all routers for one token: their weights without biases."""
+    outputs = _router_outputs(config, wide)
+    rank = wide.router_rank
+    return config.num_hidden_layers * sum(config.hidden_size * rank + rank * o for o in outputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ from wide_jax.accounting import (
     account,
     fixed_costs,
     fractions,
+    ideal_decode_speedup,
+    ideal_prefill_speedup,
     step_usage,
     usage,
 )
@@ -341,3 +343,35 @@ def test_line_and_json_name_every_measure():
     assert f"{found.flops:.1%} ({found.flops_total:.1%} of all)" in found.line()
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
     assert Accounting.dense(CONFIG, 5, 3.0).summary() == dict.fromkeys(found.summary(), 0.0)
+
+
+def test_ideal_prefill_counts_the_head_once_a_row():
+    """Two rows of three tokens, all skipped, then nothing: D 8, d 4, Hq 4, Hk 2, F 12, V 10."""
+    keys = jnp.broadcast_to(jnp.arange(1, 4), (2, 3))
+    real = jnp.ones((2, 3), bool)
+    # Per token: q and o 2 * 2 * 8 * 16, gate, up and down 3 * 2 * 8 * 12, k and v 2 * 2 * 8 * 8;
+    # attention 4 * 16 a visible key, 2 rows of 1 + 2 + 3.
+    products, kv, keys_flops = 6 * (512 + 576), 6 * 256, 4 * 16 * 12
+    norms = fixed_costs(CONFIG, WIDE).flops - 2 * (8 * 8 * 2 + 8 * 10 + 8 * 3 * 2 + 3 * (4 + 6))
+    head, routers = 2 * 2 * 8 * 10, 6 * 2 * (8 * 3 * 2 + 3 * (4 + 6))
+    dense = products + kv + keys_flops + 6 * norms + head
+    off = masks_of([[[0, 0]] * 3] * 2, [[[0] * 3] * 3] * 2)
+    found = ideal_prefill_speedup(usage(off, real, keys, CONFIG), CONFIG, WIDE, rows=2)
+    assert found == pytest.approx(dense / (kv + 6 * norms + head + routers))
+    on = masks_of([[[1, 1]] * 3] * 2, [[[1] * 3] * 3] * 2)
+    found = ideal_prefill_speedup(usage(on, real, keys, CONFIG), CONFIG, WIDE, rows=2)
+    assert found == pytest.approx(dense / (dense + routers))
+
+
+def test_ideal_decode_reads_a_weight_once_for_the_batch():
+    """A group that one row of two needs is read; a KV head only by the rows that need it."""
+    masks = masks_of([[[1, 0]], [[0, 0]]], [[[0, 0, 1]], [[0, 1, 1]]])
+    real, keys = jnp.ones((2, 1), bool), jnp.array([[5], [9]])
+    sums, steps = usage(masks, real, keys, CONFIG), step_usage(masks, real)
+    fixed = fixed_costs(CONFIG, WIDE)
+    routable = 2 * 2 * 8 * 8 + 3 * 3 * 8 * 4  # q and o of two groups; gate, up, down of three
+    cached = 2 * 4 * 2 * (5 + 9)  # K and V of two heads of 4
+    dense = 2 * (routable + fixed.weights) + 2 * cached
+    saved = 2 * (2 * 8 * 8 + 3 * 8 * 4) + 2 * (2 * 4) * (5 + 2 * 9)
+    found = ideal_decode_speedup(sums, steps, CONFIG, WIDE, weight_bytes=2, kv_bytes=2)
+    assert found == pytest.approx(dense / (dense + 4 * fixed.router_weights - saved))

@@ -22,6 +22,7 @@ COMMANDS = {
     "tune": ("wide_jax.cli.tune", "find the fastest kernels on this card"),
     "bench kernels": ("wide_jax.cli.bench_kernels", "time every kernel beside dense and ideal"),
     "bench train": ("wide_jax.cli.bench_train", "time training on random weights: MFU, memory"),
+    "bench e2e": ("wide_jax.cli.bench_e2e", "time prefill and decode of a whole model"),
     "report": ("wide_jax.cli.report", "one report from run folders"),
     "eval tasks": ("wide_jax.cli.eval_tasks", "tasks of lm-evaluation-harness, masks accounted"),
     "eval errors": ("wide_jax.cli.eval_errors", "distance from the dense model, layer by layer"),

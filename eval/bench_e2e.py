@@ -1,0 +1,376 @@
+"""`wide bench e2e`: time to first token and time per token, dense and pruned, of a whole model.
+
+Contenders take turns, run by run. Dense is the best of two: our kernels with everything on, and
+XLA's products with cuDNN's attention. The ideal beside a measurement is computed from the very
+masks that ran. Times are the host's, around a call that is waited for: prefills and decode loops
+last milliseconds.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+from rich.console import Console
+from rich.table import Table
+
+from eval import records
+from eval.e2e_runs import (
+    CompiledRun,
+    Variant,
+    breakdown,
+    compiled,
+    decided_usage,
+    dense_variants,
+    empty_cache,
+    forced_variant,
+    mask_usage,
+    random_model,
+    routed,
+    run_decode,
+    run_prefill,
+)
+from wide_jax.accounting import (
+    StepUsage,
+    Usage,
+    ideal_decode_speedup,
+    ideal_prefill_speedup,
+)
+from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.kernels import Kernels
+from wide_jax.model import WideForCausalLM
+from wide_jax.routing import Argmax, Forced, Routing
+
+Phase = Literal["prefill", "decode"]
+ELEMENT_BYTES = 2  # bf16
+
+
+@dataclasses.dataclass(frozen=True)
+class E2EConfig:
+    """What `wide bench e2e` measures."""
+
+    tokens: tuple[int, ...] = (128, 1024, 4096, 16384, 65536)
+    batches: tuple[int, ...] = (1, 4, 16)
+    sparsities: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
+    ffn_groups: tuple[int, ...] = (64, 128, 256, 512)
+    """Channels per FFN group of the random masks."""
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    steps: int = 32
+    """Decode steps of one timed loop."""
+    rounds: int = 5
+    seconds_per_cell: float = 20.0
+    """Fewer rounds (3 at least) where a cell would take longer."""
+    profile: bool = False
+    """Also the breakdown of a call by part: routing, attention, products, other, gaps."""
+    json: Path | None = None
+    plots: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One variant in one phase of one cell."""
+
+    variant: Variant
+    run: CompiledRun
+    samples_ms: tuple[float, ...]
+    peak_gib: float | None
+    sparsity: float  # skipped (token, group) pairs, the mean of both modules
+    ideal: float
+    breakdown: dict[str, float] | None
+
+    @property
+    def ms(self) -> float:
+        """Median, milliseconds: of a prefill, or of one decode step."""
+        return statistics.median(self.samples_ms)
+
+
+def measure(
+    architecture: ModelConfig,
+    name: str,
+    config: E2EConfig,
+    console: Console,
+    trained: WideForCausalLM | None = None,
+    text: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Every cell; returns the records, which are also appended to `config.json` one by one.
+
+    Args:
+        architecture: of random weights, or of `trained`.
+        name: of the model in the records.
+        config: cells, phases, rounds.
+        console: for tables and for the cells that are skipped.
+        trained: a model with routers: its own masks are measured too, on its own weights.
+        text: token ids of prompts, repeated as often as needed; None: random ids.
+
+    Raises:
+        RuntimeError: there is no GPU; nothing is simulated.
+    """
+    if jax.default_backend() != "gpu":
+        raise RuntimeError("wide bench e2e needs a CUDA device: timings elsewhere mean nothing")
+    common = records.common_fields("e2e")
+    common["commit"] = common["commit"] or os.environ.get("WIDE_COMMIT")
+    rows = []
+    for group in config.ffn_groups:
+        wide = WideConfig.for_model(architecture, ffn_group_size=group)
+        own = trained is not None and trained.wide == wide
+        model = trained if own else random_model(architecture, wide)
+        for batch in config.batches:
+            for tokens in config.tokens:
+                refused = refusal(architecture, batch, tokens, config)
+                if refused is not None:
+                    console.print(f"skipped: B={batch}, T={tokens}: {refused}")
+                    continue
+                ids = prompt_ids(architecture.vocab_size, batch, tokens, text)
+                for row in cell(model, wide, ids, config, own=own, dense=dense_variants()):
+                    record = common | {"model": name} | row
+                    rows.append(record)
+                    if config.json is not None:
+                        records.append_record(config.json, record)
+                    console.print(line(record), highlight=False)
+        del model
+    console.print(table(rows))
+    return rows
+
+
+def refusal(config: ModelConfig, batch: int, tokens: int, bench: E2EConfig) -> str | None:
+    """Why a cell cannot run here, or None. Estimates weights, cache and activations."""
+    if tokens + bench.steps > config.max_position_embeddings:
+        return f"beyond max_position_embeddings={config.max_position_embeddings}"
+    needed = estimated_bytes(config, batch, tokens, bench)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None and needed > limit:
+        return f"needs about {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}"
+    return None
+
+
+def estimated_bytes(config: ModelConfig, batch: int, tokens: int, bench: E2EConfig) -> int:
+    """Weights, two caches (one of them being replaced) and a layer's activations, bf16."""
+    head = config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    embeddings = config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
+    weights = config.num_hidden_layers * layer + embeddings
+    cache = 2 * batch * (tokens + bench.steps) * config.num_hidden_layers * 2 * keys
+    width = 4 * config.hidden_size + 2 * config.intermediate_size + 2 * queries + 2 * keys
+    masks = batch * tokens * config.num_hidden_layers * (config.intermediate_size // 64 + 64)
+    return ELEMENT_BYTES * (weights + cache + batch * tokens * width) + masks
+
+
+def cell(
+    model: WideForCausalLM,
+    wide: WideConfig,
+    ids: jax.Array,
+    config: E2EConfig,
+    *,
+    own: bool,
+    dense: Sequence[Variant],
+) -> Iterator[dict[str, Any]]:
+    """The records of one `ids[B, T]`: dense, random masks and, where `own`, the routers' own."""
+    architecture, (batch, tokens) = model.config, ids.shape
+    variants = list(dense)
+    variants += [forced_variant(architecture, wide, batch, tokens, s) for s in config.sparsities]
+    if own:
+        every = Argmax()
+        variants.append(Variant("wide", Kernels(), every, every, None, "trained"))
+    for phase in config.phases:
+        found = _phase(model, wide, variants, ids, phase, config)
+        best = min((m for m in found if m.variant.name.startswith("dense")), key=lambda m: m.ms)
+        for one in found:
+            yield {
+                "phase": phase,
+                "batch": batch,
+                "tokens": tokens,
+                "ffn_group": wide.ffn_group_size,
+                "attn_group": wide.attn_group_size,
+                "layers": architecture.num_hidden_layers,
+                "sparsity": one.sparsity,
+                "mask": one.variant.mask,
+                "variant": one.variant.name,
+                "ms": one.ms,
+                "samples_ms": list(one.samples_ms),
+                "dense_ms": best.ms,
+                "dense": best.variant.name,
+                "speedup": best.ms / one.ms,
+                "ideal_speedup": one.ideal,
+                "tokens_per_second": 1e3 * batch * (tokens if phase == "prefill" else 1) / one.ms,
+                "compile_seconds": one.run.compile_seconds,
+                "temporary_gib": one.run.temporary_bytes / 2**30,
+                "peak_gib": one.peak_gib,
+                "breakdown": one.breakdown,
+            }
+
+
+def _phase(
+    model: WideForCausalLM,
+    wide: WideConfig,
+    variants: list[Variant],
+    ids: jax.Array,
+    phase: Phase,
+    config: E2EConfig,
+) -> list[Measured]:
+    """Compile every variant, then run them in turns."""
+    batch, tokens = ids.shape
+    lengths = np.full(batch, tokens, np.int32)
+    cache = empty_cache(model.config, batch, tokens + config.steps)
+    if phase == "decode":
+        cache = _filled(model, ids, lengths, cache)
+    token = jnp.zeros((batch,), jnp.int32)
+    runs: list[tuple[CompiledRun, Any, Routing]] = []
+    for variant in variants:
+        graphdef, state = routed(model, variant)
+        if phase == "prefill":
+            run = compiled(run_prefill, graphdef, state, ids, lengths, cache, variant.routing)
+            runs.append((run, state, variant.routing))
+        else:
+            run = compiled(
+                run_decode, graphdef, state, token, cache, variant.step_routing, config.steps
+            )
+            runs.append((run, state, variant.step_routing))
+    samples: list[list[float]] = [[] for _ in variants]
+
+    def once(index: int, cache):
+        run, state, routing = runs[index]
+        if phase == "prefill":
+            return run.call(state, ids, lengths, cache, routing)
+        return run.call(state, token, cache, routing)
+
+    used = [_used(model, variant, ids, lengths, cache, phase=phase) for variant in variants]
+    spent, rounds = 0.0, 0
+    while rounds <= max(3, config.rounds):  # the first round warms up
+        if rounds > 3 and spent > config.seconds_per_cell:
+            break
+        for index in range(len(variants)):
+            start = time.perf_counter()
+            _, cache = jax.block_until_ready(once(index, cache))
+            taken = time.perf_counter() - start
+            spent += taken
+            if rounds > 0:
+                samples[index].append(1e3 * taken / (1 if phase == "prefill" else config.steps))
+            if phase == "prefill":  # in place: the cache's own buffers, empty again
+                cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
+        rounds += 1
+    parts: list[dict[str, float] | None] = [None] * len(variants)
+    if config.profile:
+        for index in range(len(variants)):
+            kept = [cache]
+
+            def call(index=index, kept=kept):
+                token, kept[0] = once(index, kept[0])
+                return token
+
+            parts[index] = breakdown(call)
+            cache = kept[0]
+            if phase == "prefill":
+                cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
+            else:
+                parts[index] = {k: v / config.steps for k, v in parts[index].items()}
+    stats = jax.devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return [
+        Measured(
+            variant,
+            run,
+            tuple(taken),
+            None if peak is None else peak / 2**30,
+            0.0 if skipped is None else _rate(skipped[0]),
+            _ideal(model.config, wide, skipped, phase, batch),
+            part,
+        )
+        for variant, (run, _, _), taken, skipped, part in zip(
+            variants, runs, samples, used, parts, strict=True
+        )
+    ]
+
+
+def _filled(model: WideForCausalLM, ids, lengths, cache):
+    """The cache after a dense prefill."""
+    variant = dense_variants()[0]
+    graphdef, state = routed(model, variant)
+    _, cache = run_prefill(graphdef, state, ids, lengths, cache, variant.routing)
+    return jax.block_until_ready(cache)
+
+
+def _used(
+    model: WideForCausalLM, variant: Variant, ids, lengths, cache, *, phase: Phase
+) -> tuple[Usage, StepUsage] | None:
+    """What the variant's masks skip; None: nothing is routed."""
+    routing = variant.routing if phase == "prefill" else variant.step_routing
+    match routing:
+        case Forced(masks):
+            first = jnp.int32(1 if phase == "prefill" else ids.shape[1] + 1)
+            return jax.device_get(mask_usage(masks, first, model.config))
+        case Argmax():
+            prompt = phase == "prefill"
+            return decided_usage(model, variant, ids, lengths, cache, prompt=prompt)
+    return None
+
+
+def _rate(used: Usage) -> float:
+    pairs = float(used.tokens) * len(used.ffn)
+    return float(
+        0.5 * used.attention.sum() / (pairs * used.attn_groups)
+        + 0.5 * used.ffn.sum() / (pairs * used.ffn_groups)
+    )
+
+
+def _ideal(
+    config: ModelConfig,
+    wide: WideConfig,
+    used: tuple[Usage, StepUsage] | None,
+    phase: Phase,
+    batch: int,
+) -> float:
+    if used is None:
+        return 1.0
+    if phase == "prefill":
+        return ideal_prefill_speedup(used[0], config, wide, batch)
+    return ideal_decode_speedup(
+        *used, config, wide, weight_bytes=ELEMENT_BYTES, kv_bytes=ELEMENT_BYTES
+    )
+
+
+def prompt_ids(
+    vocab_size: int, batch: int, tokens: int, text: Sequence[int] | None
+) -> Int[Array, "B T"]:
+    """Prompts of equal length: pieces of the text, one after another, or random ids."""
+    if text is None:
+        return jax.random.randint(jax.random.key(3), (batch, tokens), 0, vocab_size)
+    return jnp.asarray(np.resize(np.asarray(text, np.int32), (batch, tokens)))
+
+
+def line(row: dict[str, Any]) -> str:
+    """One measurement for people."""
+    kind = row["variant"] if row["mask"] == "none" else f"{row['mask']} {row['sparsity']:.0%}"
+    unit = "ms" if row["phase"] == "prefill" else "ms a step"
+    return (
+        f"{row['phase']} B={row['batch']} T={row['tokens']} G={row['ffn_group']} {kind}: "
+        f"{row['ms']:.3f} {unit}, {row['speedup']:.3f}x {row['dense']} "
+        f"(ideal {row['ideal_speedup']:.2f}x), compiled in {row['compile_seconds']:.1f} s"
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """All measurements."""
+    columns = ("phase", "B", "T", "G", "masks", "ms", "x dense", "ideal", "tokens/s")
+    result = Table(*columns, title="end to end; x is over the best dense of the same run")
+    for row in rows:
+        kind = row["variant"] if row["mask"] == "none" else f"{row['mask']} {row['sparsity']:.0%}"
+        result.add_row(
+            row["phase"],
+            str(row["batch"]),
+            str(row["tokens"]),
+            str(row["ffn_group"]),
+            kind,
+            f"{row['ms']:.3f}",
+            f"{row['speedup']:.3f}",
+            f"{row['ideal_speedup']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+        )
+    return result

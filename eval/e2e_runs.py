@@ -1,0 +1,221 @@
+"""What the end-to-end benchmark times: a prefill and a loop of decode steps, compiled ahead.
+
+Both are the functions that `generate` runs. A decode loop draws greedily and stays on the device.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from eval.kernel_timing import kernel_events
+from wide_jax.accounting import StepUsage, Usage, step_usage, usage
+from wide_jax.batch import TokenBatch
+from wide_jax.cache import KVCache
+from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.generate import decode_step, prefill
+from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
+from wide_jax.hf.pretrained import build
+from wide_jax.kernels import Kernels
+from wide_jax.model import WideForCausalLM
+from wide_jax.routing import AllOn, Forced, Masks, Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to run the model."""
+
+    name: str  # dense, dense-xla, wide
+    kernels: Kernels | None
+    routing: Routing  # for the prefill
+    step_routing: Routing  # for each decode step
+    sparsity: float | None  # the random masks' target; None: no hint
+    mask: str  # none, random, trained
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledRun:
+    """A compiled function and what compiling it took."""
+
+    call: Any
+    compile_seconds: float  # tracing included
+    temporary_bytes: int
+
+
+@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+def run_prefill(graphdef, state, ids, lengths, cache, routing):
+    """First tokens and the filled cache."""
+    logits, cache, _ = prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "steps"), donate_argnames="cache")
+def run_decode(graphdef, state, token, cache, routing, steps):
+    """`steps` greedy steps; the last tokens, and the cache with its first length again."""
+    active = jnp.ones(token.shape, bool)
+
+    def step(_, carried):
+        token, cache = carried
+        logits, cache, _ = decode_step(graphdef, state, token, active, cache, routing)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+    token, after = jax.lax.fori_loop(0, steps, step, (token, cache))
+    return token, dataclasses.replace(after, lengths=cache.lengths)
+
+
+def compiled(function, *arguments) -> CompiledRun:
+    """Compile a jitted function for these arguments; nothing runs."""
+    start = time.perf_counter()
+    lowered = function.lower(*arguments)
+    done = lowered.compile()
+    spent = time.perf_counter() - start
+    memory = done.memory_analysis()
+    return CompiledRun(done, spent, 0 if memory is None else memory.temp_size_in_bytes)
+
+
+def random_model(
+    config: ModelConfig, wide: WideConfig, *, dtype: Any = jnp.bfloat16, seed: int = 0
+) -> WideForCausalLM:
+    """Random weights of standard deviation 0.02, made array by array; router weights too."""
+    shapes = {**expected_tensors(config), **expected_router_tensors(config, wide)}
+    key = jax.random.key(seed)
+    routers = expected_router_tensors(config, wide)
+    tensors = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        kind = jnp.float32 if name in routers else jnp.dtype(dtype)
+        if name.endswith("norm.weight"):
+            tensors[name] = jnp.ones(shape, kind)
+        else:
+            tensors[name] = _normal(jax.random.fold_in(key, number), shape, kind)
+    return build(config, wide, tensors, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+
+def random_masks(
+    config: ModelConfig, wide: WideConfig, batch: int, tokens: int, sparsity: float, seed: int
+) -> Masks:
+    """Independent decisions, each skipped with probability `sparsity`, layer by layer."""
+    keys = jax.random.split(jax.random.key(seed), 2 * config.num_hidden_layers)
+
+    def layer(key, groups):
+        return jax.random.bernoulli(key, 1.0 - sparsity, (batch, tokens, groups))
+
+    layer = jax.jit(layer, static_argnums=1)
+    return Masks(
+        tuple(layer(key, wide.attn_groups(config)) for key in keys[0::2]),
+        tuple(layer(key, wide.ffn_groups(config)) for key in keys[1::2]),
+    )
+
+
+def routed(model: WideForCausalLM, variant: Variant) -> tuple[Any, Any]:
+    """`nnx.split` of the model as the variant runs it."""
+    model.kernels = variant.kernels
+    try:
+        return nnx.split(model)
+    finally:
+        model.kernels = None
+
+
+def decided_usage(
+    model: WideForCausalLM, variant: Variant, ids, lengths, cache: KVCache, *, prompt: bool
+) -> tuple[Usage, StepUsage]:
+    """What the routers skip for a prompt, or for the step after it (`cache` then holds it)."""
+    graphdef, state = routed(model, variant)
+
+    @jax.jit
+    def ask(state, ids, lengths, cache):
+        asked = nnx.merge(graphdef, state)
+        if prompt:
+            batch = TokenBatch.from_lengths(ids, lengths)
+        else:
+            ones = jnp.ones((ids.shape[0], 1), jnp.int32)
+            batch = TokenBatch(ids[:, :1], cache.lengths[:, None], ones)
+        output = asked(batch, variant.routing, cache=cache, fresh=prompt)
+        used = usage(output.masks, batch.real, batch.positions + 1, model.config)
+        return used, step_usage(output.masks, batch.real)
+
+    return jax.device_get(ask(state, ids, lengths, cache))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def mask_usage(masks: Masks, first_key: Int[Array, ""], config) -> tuple[Usage, StepUsage]:
+    """What the masks of tokens that follow `first_key - 1` cached ones skip."""
+    shape = masks.ffn[0].shape[:2]
+    real = jnp.ones(shape, bool)
+    keys = jnp.broadcast_to(first_key + jnp.arange(shape[1]), shape)
+    return usage(masks, real, keys, config), step_usage(masks, real)
+
+
+def dense_variants() -> list[Variant]:
+    """The contenders for the best dense: our kernels with everything on, and XLA with cuDNN."""
+    plain = Kernels(
+        gemm_mn="dense",
+        swiglu_up="dense",
+        gemm_k="dense",
+        attention_prefill="dense",
+        attention_decode="dense",
+    )
+    every = AllOn()
+    return [
+        Variant("dense", Kernels(), every, every, None, "none"),
+        Variant("dense-xla", plain, every, every, None, "none"),
+    ]
+
+
+def forced_variant(
+    config: ModelConfig, wide: WideConfig, batch: int, tokens: int, sparsity: float
+) -> Variant:
+    """WIDE with random masks. With a hint of 0 the routers are off, as a user would have it."""
+    asked = sparsity > 0
+    masks = random_masks(config, wide, batch, tokens, sparsity, seed=1)
+    step = random_masks(config, wide, batch, 1, sparsity, seed=2)
+    return Variant(
+        "wide",
+        Kernels(attention_sparsity=sparsity, ffn_sparsity=sparsity),
+        Forced(masks, ask_routers=asked),
+        Forced(step, ask_routers=asked),
+        sparsity,
+        "random",
+    )
+
+
+def empty_cache(config: ModelConfig, batch: int, capacity: int) -> KVCache:
+    """A bf16 cache, ready on the device."""
+    return jax.block_until_ready(KVCache.empty(config, batch, capacity, jnp.bfloat16))
+
+
+# Kernel names, as they begin or contain, -> the part of a layer they belong to.
+PARTS = (
+    (
+        "routing",
+        ("rows_kernel", "compress_kernel", "decide_kernel", "count_kernel", "place_kernel"),
+    ),
+    ("attention", ("flash", "fmha", "attention", "split_kernel", "merge", "mosaic", "cudnn")),
+    (
+        "products",
+        ("tile_kernel", "small_kernel", "gemm", "cutlass", "nvjet", "dot", "reduce_kernel"),
+    ),
+)
+
+
+def breakdown(call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of device time by part of one call, and of the gaps between its kernels."""
+    events = kernel_events(call)
+    spent = {"routing": 0.0, "attention": 0.0, "products": 0.0, "other": 0.0}
+    for event in events:
+        name = event.name.lower()
+        part = next((p for p, names in PARTS if any(n in name for n in names)), "other")
+        spent[part] += event.duration_ns
+    end = max(event.start_ns + event.duration_ns for event in events)
+    spent["gaps"] = max(0.0, end - events[0].start_ns - sum(spent.values()))
+    return {part: ns * 1e-6 for part, ns in spent.items()}

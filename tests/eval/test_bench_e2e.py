@@ -1,0 +1,122 @@
+"""The end-to-end benchmark: its cells, its ideals, what it refuses. Times on a CPU mean nothing."""
+
+import dataclasses
+import io
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from rich.console import Console
+
+from eval import records
+from eval.bench_e2e import (
+    E2EConfig,
+    cell,
+    estimated_bytes,
+    line,
+    measure,
+    prompt_ids,
+    refusal,
+    table,
+)
+from eval.e2e_plots import write_plots
+from eval.e2e_runs import dense_variants, random_model
+from train.shapes import shape
+from wide_jax.config import WideConfig
+from wide_jax.kernels import Kernels
+
+TINY = dataclasses.replace(
+    shape("smollm2-135m"),
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+BENCH = E2EConfig(tokens=(16,), batches=(2,), sparsities=(0.0, 0.5), ffn_groups=(16,), steps=2)
+# XLA's products without cuDNN, which a CPU does not have.
+WITHOUT_CUDNN = Kernels(gemm_mn="dense", swiglu_up="dense", gemm_k="dense")
+DENSE = [
+    dense_variants()[0],
+    dataclasses.replace(dense_variants()[1], kernels=WITHOUT_CUDNN),
+]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    wide = WideConfig.for_model(TINY, ffn_group_size=16)
+    model = random_model(TINY, wide)
+    assert model.model.layers[0].mlp.up_proj.weight[...].dtype == jnp.bfloat16
+    bench = dataclasses.replace(BENCH, rounds=1)
+    ids = prompt_ids(64, 2, 16, None)
+    # Compiling ahead puts descriptions of arrays where run-time checks expect arrays.
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        return list(cell(model, wide, ids, bench, own=True, dense=DENSE))
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_every_variant_is_compared_with_the_best_dense(rows):
+    assert [(r["phase"], r["variant"], r["mask"]) for r in rows] == [
+        (phase, *variant)
+        for phase in ("prefill", "decode")
+        for variant in (
+            ("dense", "none"),
+            ("dense-xla", "none"),
+            ("wide", "random"),
+            ("wide", "random"),
+            ("wide", "trained"),
+        )
+    ]
+    for phase in ("prefill", "decode"):
+        found = [r for r in rows if r["phase"] == phase]
+        best = min(r["ms"] for r in found if r["variant"].startswith("dense"))
+        assert all(r["dense_ms"] == best for r in found)
+        assert all(r["speedup"] == pytest.approx(best / r["ms"]) for r in found)
+
+
+def test_ideals_come_from_the_masks(rows):
+    for row in rows:
+        assert row["mask"] != "random" or abs(row["sparsity"] - 0.5) < 0.2 or row["sparsity"] == 0
+        if row["mask"] == "none":
+            assert row["ideal_speedup"] == 1.0
+        elif row["sparsity"] == 0.0:
+            assert 0.5 < row["ideal_speedup"] < 1.0  # routers cost, nothing is saved
+        else:
+            assert row["sparsity"] > 0.1
+    pruned = [r for r in rows if r["mask"] == "random" and r["sparsity"] > 0]
+    assert all(r["ideal_speedup"] > 1.0 for r in pruned if r["phase"] == "prefill")
+
+
+def test_rows_are_records_a_table_and_plots(rows, tmp_path):
+    for row in rows:
+        record = records.common_fields("e2e") | {"model": "tiny"} | row
+        records.append_record(tmp_path / "e2e.jsonl", record)
+        assert "B=2 T=16 G=16" in line(record)
+    assert table([{"model": "tiny"} | r for r in rows]).row_count == len(rows)
+    single = [r | {"batch": 1} for r in rows]
+    for path in write_plots(single, tmp_path):
+        assert path.stat().st_size > 1000
+
+
+def test_prompts_are_the_texts_pieces():
+    assert prompt_ids(64, 2, 3, [1, 2, 3, 4]).tolist() == [[1, 2, 3], [4, 1, 2]]
+
+
+def test_cells_that_do_not_fit_are_refused_in_words():
+    assert "max_position_embeddings=64" in refusal(TINY, 1, 63, BENCH)
+    assert refusal(TINY, 1, 16, BENCH) is None
+    # Llama-3.1-8B: 16.1 GB of weights; one sequence of 16,384 adds 2 x 2.1 GB of cache.
+    big = estimated_bytes(shape("llama-3.1-8b"), 1, 16384, BENCH)
+    assert 20e9 < big < 24e9
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU to measure on")
+def test_without_a_gpu_nothing_is_measured():
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        measure(TINY, "tiny", BENCH, Console(file=io.StringIO()))
