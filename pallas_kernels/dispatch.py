@@ -22,6 +22,7 @@ from pallas_kernels._common.problem import Problem as Problem
 
 # Op -> the module with its `FACTS`. An op is known to dispatch, `wide tune` and `explain` by this.
 OPS = {
+    "gemm_k": "pallas_kernels.gemm_k.facts",
     "gemm_mn": "pallas_kernels.gemm_mn.facts",
     "swiglu_up": "pallas_kernels.swiglu_up.facts",
 }

@@ -91,8 +91,40 @@ class SmallConfig:
         return stage * _buffers(self.num_stages, capability)
 
 
-Config = TileConfig | SmallConfig
-FORMS: dict[str, type[TileConfig] | type[SmallConfig]] = {"tile": TileConfig, "small": SmallConfig}
+@dataclasses.dataclass(frozen=True)
+class KTileConfig:
+    """The form for more tokens of the input-pruned product: token tiles as the layout made them.
+
+    A tile is `layout.k_axis.TILE` tokens x `block_n` outputs, reduced `block_k` inputs at a time
+    with `num_stages` buffers. One program computes `column_tiles` of them, one after another;
+    `band` token tiles are launched together, tokens fastest (`gemm_k/tile_kernel.py`).
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    column_tiles: int = 1
+    band: int = 8
+
+    def __post_init__(self):
+        for field in ("block_n", "block_k", "num_warps"):
+            if not _power_of_two(getattr(self, field)):
+                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
+        for field in ("num_stages", "column_tiles", "band"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+
+    def shared_memory_bytes(
+        self, itemsize: int, matrices: int, capability: str, tokens: int
+    ) -> int:
+        """As `TileConfig.shared_memory_bytes`."""
+        tile = TileConfig(128, self.block_n, self.block_k, self.num_warps, self.num_stages)
+        return tile.shared_memory_bytes(itemsize, matrices, capability, tokens)
+
+
+Config = TileConfig | SmallConfig | KTileConfig
+FORMS: dict[str, type[Config]] = {"tile": TileConfig, "small": SmallConfig, "k_tile": KTileConfig}
 
 
 def to_json(config: Config) -> dict[str, Any]:

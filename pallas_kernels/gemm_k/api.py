@@ -3,9 +3,12 @@
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import check_bias, check_input_groups, empty_result
-from pallas_kernels._common.config import Config, Implementation
+from pallas_kernels._common.config import Config, Implementation, KTileConfig, SmallConfig
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.run import resolve
+from pallas_kernels.dispatch import Problem
 from pallas_kernels.layout import MaskLayout
 
 
@@ -57,15 +60,20 @@ def gemm_k(
     _check_residual(residual, h, w.shape[0])
     if h.shape[0] == 0:
         return empty_result(h, w.shape[0])
-    if implementation is None:
-        implementation = "reference" if current_device().capability is None else "dense"
-    if implementation == "dense":
+    problem = Problem.of("gemm_k", h, w, group_size, layout.expected_sparsity)
+    chosen, config = resolve(problem, implementation, config)
+    if config is not None:
+        triton_support.require_device("gemm_k", current_device().capability)
+        from pallas_kernels.gemm_k.triton import gemm_k as run_kernel
+
+        if not isinstance(config, KTileConfig | SmallConfig):
+            raise ValueError(f"gemm_k: {config=} must be a KTileConfig or a SmallConfig")
+        return run_kernel(h, w, layout, bias, residual, group_size, config)
+    if chosen == "dense":
         from pallas_kernels.gemm_k.dense import gemm_k as run
 
         mask = None if inputs_zeroed else layout.mask
         return run(h, w, mask, bias, residual, group_size)
-    if implementation != "reference":
-        raise ValueError(f"unknown {implementation=}; known: reference, dense")
     from pallas_kernels.gemm_k.reference import gemm_k as run
 
     return run(h, w, layout.mask, bias, residual, group_size)

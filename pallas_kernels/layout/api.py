@@ -13,13 +13,16 @@ activations stay in the L2 cache while all groups' tiles of that window run. A k
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.problem import SMALL_TOKENS
+from pallas_kernels.layout import k_axis as k_axis_module
+from pallas_kernels.layout.k_axis import KOrder
 
 LayoutImplementation = Literal["reference", "xla", "pallas", "triton"]
 
@@ -36,12 +39,16 @@ class MaskLayout:
         count: `[groups]` int32, the number of active tokens.
         expected_sparsity: static hint, the fraction of (token, group) pairs expected to be
             skipped. It steers the choice of implementation, never the result. None: unknown.
+        k_order: what `gemm_k` needs besides, if it was asked for (`k_axis.py`).
     """
 
     mask: Bool[Array, "M groups"]
     order: Int32[Array, "groups M"]
     count: Int32[Array, " groups"]
     expected_sparsity: float | None = None
+    k_order: KOrder | None = None
+
+    _children: ClassVar[tuple[str, ...]] = ("mask", "order", "count", "k_order")
 
     @property
     def tokens(self) -> int:
@@ -55,16 +62,16 @@ class MaskLayout:
 
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
-        children = [(key(name), getattr(self, name)) for name in ("mask", "order", "count")]
+        children = [(key(name), getattr(self, name)) for name in self._children]
         return children, self.expected_sparsity
 
     @classmethod
     def tree_unflatten(cls, expected_sparsity, children):
         # Past `__init__`: JAX also unflattens with leaves that are not arrays.
         self = object.__new__(cls)
-        names = ("mask", "order", "count", "expected_sparsity")
-        for name, value in zip(names, (*children, expected_sparsity), strict=True):
+        for name, value in zip(cls._children, children, strict=True):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "expected_sparsity", expected_sparsity)
         return self
 
 
@@ -72,6 +79,7 @@ def mask_layout(
     mask: Bool[Array, "M groups"],
     *,
     expected_sparsity: float | None = None,
+    k_axis: bool = False,
     implementation: LayoutImplementation | None = None,
 ) -> MaskLayout:
     """Order the tokens of every group: active first, stable. Linear, deterministic, no host sync.
@@ -79,8 +87,11 @@ def mask_layout(
     Args:
         mask: `[M, groups]` bool, True = active. Tokens of a batch are flattened into M.
         expected_sparsity: static hint in [0, 1] for the ops that will use the layout.
+        k_axis: also make the tiles of tokens that `gemm_k` runs (from 65 tokens on; its form for
+            fewer needs none).
         implementation: one of `reference` (stable argsort), `xla` (prefix sums and a scatter),
-            `pallas`, `triton`; it runs or raises. None: the fastest for this device.
+            `pallas`, `triton`; it runs or raises. None: the fastest for this device. The K axis
+            is ordered by Triton for `triton`, and by XLA for all others.
 
     Raises:
         ValueError: the mask is not a 2-D bool array, has more than 2^31 - 1 tokens or entries'
@@ -96,8 +107,39 @@ def mask_layout(
         raise ValueError(f"{tokens=} must be below 2^31: token ids are int32")
     if expected_sparsity is not None and not 0.0 <= expected_sparsity <= 1.0:
         raise ValueError(f"{expected_sparsity=} must be in [0, 1]")
-    order, count = _order(mask, implementation or default_layout_implementation(tokens))
-    return MaskLayout(mask, order, count, expected_sparsity)
+    if implementation is None:
+        implementation = default_layout_implementation(tokens)
+    order, count = _order(mask, implementation)
+    k_order = None
+    if k_axis and tokens > SMALL_TOKENS:
+        k_order = order_k_axis(mask, implementation=implementation)
+    return MaskLayout(mask, order, count, expected_sparsity, k_order)
+
+
+def order_k_axis(
+    mask: Bool[Array, "M groups"],
+    *,
+    size: int | None = None,
+    implementation: LayoutImplementation | None = None,
+) -> KOrder:
+    """The K-axis part of a layout by itself. `size`: groups of a super-group, up to 8.
+
+    Raises `ValueError` on more tokens than a row's entry can name, or a size out of range.
+    """
+    tokens, groups = mask.shape
+    if size is None:
+        size = k_axis_module.super_group_size(tokens, groups)
+    if not 1 <= size <= k_axis_module.LARGEST:
+        raise ValueError(f"{size=} must be in 1..{k_axis_module.LARGEST}")
+    if tokens > k_axis_module.TOKENS:
+        raise ValueError(f"{tokens=}: the K axis is ordered for up to {k_axis_module.TOKENS}")
+    if implementation is None:
+        implementation = default_layout_implementation(tokens)
+    if implementation == "triton":
+        from pallas_kernels.layout.k_axis_triton import make_k_order
+    else:
+        from pallas_kernels.layout.k_axis import make_k_order
+    return make_k_order(mask, size)
 
 
 # The Triton kernels keep the counts of all blocks of 256 tokens in registers.

@@ -10,7 +10,7 @@ from pallas_kernels import gemm_k, mask_layout
 from pallas_kernels._common.testing import PATTERNS, random_mask, relative_error
 from tests.kernels.contract import Shape, poison_memory, running
 
-IMPLEMENTATIONS = ("reference", "dense")
+IMPLEMENTATIONS = ("reference", "dense", "triton")
 KEY = jax.random.key(5)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -87,7 +87,9 @@ def check(implementation, shape: Shape, dtype: str, mask: jax.Array, plain=False
         bias = residual = None
     expected = by_hand(h, w, bias, residual, mask, shape)
     poison_memory()
-    y = run(zeroed(h, mask, shape, jnp.nan), w, bias, residual, mask, shape, implementation)
+    y = run(
+        zeroed(h, mask, shape, jnp.nan), w, bias, residual, mask, shape, implementation, **kwargs
+    )
     assert y.shape == (shape.m, shape.n)
     assert y.dtype == h.dtype
     bound = error_bound(h, w, bias, residual, mask, shape, expected)
@@ -176,7 +178,9 @@ def test_misfits_are_refused_with_numbers(implementation):
         call(residual=residual[:, :47])
     with pytest.raises(ValueError, match="2 groups do not divide 63 inputs"):
         call(h[:, :63], w[:, :63])
-    with pytest.raises(ValueError, match="unknown implementation='cuda'"):
+    with pytest.raises(
+        ValueError, match="unknown implementation='cuda'; known: reference, dense, triton"
+    ):
         gemm_k(h, w, layout, implementation="cuda")
 
 

@@ -1,0 +1,66 @@
+"""The partial sums of all super-groups, added up in order, with bias and residual.
+
+program id -> (block of tokens, block of columns); float32 sums; one pass over the partial sums,
+bound by memory. A token that skips a whole super-group has no partial sum there.
+"""
+
+import triton.language as tl
+
+from pallas_kernels._common.jit import jit
+
+
+@jit
+def k_sum_kernel(
+    partial,  # [SUPERS, M, N]
+    scale,  # [SUPERS, column tiles, M] float32, read if SCALED
+    mask,  # [M, GROUPS] bool
+    bias,  # [N], read if HAS_BIAS
+    residual,  # [M, N], read if HAS_RESIDUAL
+    M,
+    out,  # [M, N]
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SUPERS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_N: tl.constexpr,  # columns that share a scale, a multiple of BLOCK_N
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add up one block of outputs."""
+    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    SCALES: tl.constexpr = (N + SCALE_N - 1) // SCALE_N
+    pid = tl.program_id(0)
+    tokens = (pid // BLOCKS_N * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    first = pid % BLOCKS_N * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    token_ok = tokens < M
+    ok = token_ok[:, None] & (columns < N)[None, :]
+    offsets = tokens[:, None] * N + columns[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    bit = tl.arange(0, 8)
+    for super_group in tl.static_range(SUPERS):
+        group = super_group * SIZE + bit
+        any_on = tl.load(
+            mask + tokens[:, None] * GROUPS + group[None, :],
+            mask=token_ok[:, None] & ((bit < SIZE) & (group < GROUPS))[None, :],
+            other=0,
+        )
+        on = tl.max(any_on.to(tl.int32), axis=1) != 0
+        values = tl.load(
+            partial + (tl.full((), super_group, tl.int64) * M * N + offsets),
+            mask=ok & on[:, None],
+            other=0.0,
+        ).to(tl.float32)
+        if SCALED:
+            at = tl.full((), super_group, tl.int64) * SCALES + first // SCALE_N
+            factor = tl.load(scale + at * M + tokens, mask=token_ok & on, other=0.0)
+            values *= factor[:, None]
+        total += values
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        total += tl.load(residual + offsets, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=ok)
