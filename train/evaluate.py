@@ -29,16 +29,16 @@ class HeldOut:
     skip: dict[str, float]
 
 
+Evaluation = Callable[[Params, Params, Rows, int], HeldOut]
+
+
 def make_evaluation(
-    parts: ModelParts,
-    model: ModelConfig,
-    wide: WideConfig,
-    config: TrainConfig,
-    rows: Rows,
-    count: int,
-    mesh: Mesh,
-) -> Callable[[Params, Params], HeldOut]:
-    """A function of (trainable, frozen) that scores the first `count` rows, dropout off."""
+    parts: ModelParts, model: ModelConfig, wide: WideConfig, config: TrainConfig, mesh: Mesh
+) -> Evaluation:
+    """A function of (trainable, frozen, rows, count) that scores the first `count` rows.
+
+    Argmax masks, dropout off; whole micro-batches, at least one. One program serves all calls.
+    """
 
     @jax.jit
     def score(trainable, frozen, batch: TokenBatch) -> tuple[LossSums, Usage]:
@@ -48,13 +48,12 @@ def make_evaluation(
         return sums, masks_usage(out.masks, batch.real, model, config)
 
     size = config.micro_batch
-    used = min(count, len(rows)) // size * size or size
-    if used > len(rows):
-        raise ValueError(f"{len(rows)} held-out rows are fewer than one micro-batch of {size}")
-
     local = local_rows(mesh, size)
 
-    def evaluate(trainable: Params, frozen: Params) -> HeldOut:
+    def evaluate(trainable: Params, frozen: Params, rows: Rows, count: int) -> HeldOut:
+        used = min(count, len(rows)) // size * size or size
+        if used > len(rows):
+            raise ValueError(f"{len(rows)} rows are fewer than one micro-batch of {size}")
         total, tokens, usages = 0.0, 0, []
         for start in range(0, used, size):
             batch = on_mesh(stack_rows([rows[start + row] for row in local]), mesh, count=size)

@@ -29,6 +29,7 @@ from train.parts import ModelParts, Params, place, take_apart
 from train.records import LossNotFiniteError, UpdateRecord, check_finite, to_record
 from train.run_config import CalibrateConfig, RecoverConfig, differences, dump, load, to_dict
 from train.step import StepMetrics, init_optimizer, make_step
+from train.threshold import Shift, SpreadRows, meet_target
 from train.variants import is_trained, prepare_routers, wide_config
 from wide_jax import lora, partition
 from wide_jax.config import WideConfig
@@ -243,10 +244,12 @@ def _train(
         state = checkpoints.restore(state)
         events.message(f"resuming at update {state.update} of {config.updates}")
     step = make_step(parts, model.config, config, state.trainable, state.opt_state, teacher=teacher)
-    evaluate = None
-    if held_out_rows is not None:
-        evaluate = make_evaluation(
-            evaluated, model.config, wide, config, held_out_rows, config.evaluation_rows, mesh
+
+    evaluation = make_evaluation(evaluated, model.config, wide, config, mesh)
+    if held_out_rows is not None and len(held_out_rows) < config.micro_batch:
+        raise ValueError(
+            f"the evaluation data makes {len(held_out_rows)} rows, fewer than a micro-batch of "
+            f"{config.micro_batch}: give more of it"
         )
     log = metrics.MetricsLog(out, resume_at=state.update) if jax.process_index() == 0 else None
     clock = _Clock(config, model, frozen, state.update, loaded.lora)
@@ -269,14 +272,18 @@ def _train(
         if log is not None and (done % config.log_every == 0 or done == config.updates):
             log.write("train", last.update, metrics.record_values(last) | clock.speed(last.update))
 
-    def after_update(state: TrainState) -> None:
+    def evaluate(state: TrainState, kind: str) -> None:
         nonlocal result
+        assert held_out_rows is not None
+        result = evaluation(state.trainable, frozen, held_out_rows, config.evaluation_rows)
+        events.held_out(state.update, result)
+        if log is not None:
+            log.write(kind, state.update - 1, dataclasses.asdict(result))
+
+    def after_update(state: TrainState) -> None:
         finished = state.update == config.updates
-        if evaluate is not None and (state.update % config.evaluate_every == 0 or finished):
-            result = evaluate(state.trainable, frozen)
-            events.held_out(state.update, result)
-            if log is not None:
-                log.write("held_out", state.update - 1, dataclasses.asdict(result))
+        if held_out_rows is not None and (state.update % config.evaluate_every == 0 or finished):
+            evaluate(state, "held_out")
         if state.update % config.save_every == 0 or finished:
             # Never store a state that is already broken: a sum over it costs next to nothing.
             if not all(bool(np.isfinite(float(x.sum()))) for x in state.trainable.values()):
@@ -300,11 +307,24 @@ def _train(
             report=report,
             after_update=after_update,
         )
+        shift = None
+        if config.threshold_rows and not config.freeze_routers:
+            count = -(-config.threshold_rows // config.micro_batch) * config.micro_batch
+            sample = SpreadRows(rows, count)
+            moved, shift = meet_target(
+                state.trainable, config, lambda x: evaluation(x, frozen, sample, count).skip
+            )
+            state = dataclasses.replace(state, trainable=moved)
+            events.message(shift.line())
+            if log is not None:
+                log.write("threshold", state.update - 1, dataclasses.asdict(shift))
+            if held_out_rows is not None:
+                evaluate(state, "final")
     finally:
         checkpoints.close()
         if log is not None:
             log.close()
-    _save(loaded, state, out, last)
+    _save(loaded, state, out, last, shift)
     return RunResult(out / "model", last, result)
 
 
@@ -460,7 +480,9 @@ def _local_bytes(array: jax.Array) -> int:
     return int(np.prod(shape)) * array.dtype.itemsize
 
 
-def _save(loaded: _Loaded, state: TrainState, out: Path, last: UpdateRecord | None) -> None:
+def _save(
+    loaded: _Loaded, state: TrainState, out: Path, last: UpdateRecord | None, shift: Shift | None
+) -> None:
     """Write `out/model`: routers, adapter and the base's path."""
     config, model = loaded.config, loaded.model
     trained = {name: _host(array) for name, array in state.trainable.items()}
@@ -501,6 +523,7 @@ def _save(loaded: _Loaded, state: TrainState, out: Path, last: UpdateRecord | No
             "seed": config.seed,
             "data": list(config.data),
             "last_lm_loss": None if last is None else last.lm_loss,
+            "moved_biases": None if shift is None else dict(shift.biases),
         },
         include_base=False,
     )

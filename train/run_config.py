@@ -53,6 +53,10 @@ class CalibrateConfig(TrainConfig):
     """Held-out files for periodic perplexity with hard masks."""
     evaluation_rows: int = 16
 
+    threshold_rows: int = 64
+    """At the end the routers' output biases are moved until argmax masks skip the target on this
+    many training rows; 0 leaves them as trained."""
+
     log_every: int = 10
     """Updates between lines, JSON lines and TensorBoard events."""
     evaluate_every: int = 500
@@ -70,6 +74,8 @@ class CalibrateConfig(TrainConfig):
         for name in (*names.split(), "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.threshold_rows < 0:
+            raise ValueError(f"threshold_rows={self.threshold_rows} must be 0 (off) or more")
         if self.method == "layer" and self.target != "all":
             raise ValueError(
                 f"method='layer' skips both modules: target={self.target!r} must be all"

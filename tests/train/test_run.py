@@ -43,6 +43,7 @@ def settings(model_folder, text_file, tmp_path):
             "router_rank": 4,
             "log_every": 1,
             "save_every": 3,
+            "threshold_rows": 0,
         }
         if issubclass(kind, RecoverConfig):
             values |= {"lora_rank": 2}
@@ -299,6 +300,36 @@ def test_held_out_perplexity_and_events_are_written(settings, text_file):
     events = list((config.out / "tensorboard").iterdir())
     assert len(events) == 1
     assert b"train/hard_skip/flops" in events[0].read_bytes()
+
+
+def test_a_finished_run_skips_its_target_with_argmax_masks(settings, text_file):
+    goals = {"attention_sparsity": 0.3, "ffn_sparsity": 0.2, "updates": 2}
+    as_trained = calibrate_main(settings(out="as_trained", **goals))
+    config = settings(
+        threshold_rows=32, evaluation_data=(str(text_file),), evaluation_rows=8, **goals
+    )
+    messages = []
+    result = calibrate_main(config, RunEvents(message=messages.append))
+    (line,) = [line for line in metrics.read(config.out) if line["kind"] == "threshold"]
+    assert abs(line["before"]["attention"] - 0.3) > 0.05  # two updates train nothing
+    assert line["after"]["attention"] == pytest.approx(0.3, abs=0.01)
+    assert line["after"]["ffn"] == pytest.approx(0.2, abs=0.01)
+    assert any("with argmax masks" in message for message in messages)
+    # The saved routers are the trained ones but for the execute biases.
+    info = load_wide_info(result.model_folder)
+    assert info.training["moved_biases"] == line["biases"]
+    before, after = routers(as_trained.model_folder), routers(result.model_folder)
+    for name, value in after.items():
+        moved = line["biases"][next(m for m in line["biases"] if f".router_{m}." in name)]
+        expected = before[name].copy()
+        if name.endswith(".router.bias"):
+            expected[::2] += np.float32(moved)
+        assert np.array_equal(value, expected), name
+    # Held out it is close too: the text is of the same kind.
+    assert result.held_out.skip["attention"] == pytest.approx(0.3, abs=0.05)
+    kinds = [entry["kind"] for entry in metrics.read(config.out)]
+    assert kinds[-2:] == ["threshold", "final"]
+    assert "held_out" in kinds
 
 
 def test_a_loss_over_its_limit_stops_with_position_and_last_checkpoint(settings):

@@ -1,0 +1,91 @@
+"""Where the routers cut: biases moved until argmax masks skip the target on training text."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train.tiny import tiny_config
+from train.threshold import SpreadRows, meet_target, shifted
+
+ATTENTION = "model.layers.0.router_attention.router.bias"
+FFN = "model.layers.0.router_ffn.router.bias"
+
+
+def routers():
+    return {
+        ATTENTION: jnp.zeros(4),
+        FFN: jnp.arange(6.0),
+        "model.layers.0.router_ffn.compressor.bias": jnp.ones(3),
+    }
+
+
+def spread(*, seed=0, centre=1.0, coupling=0.0):
+    """What argmax masks would skip were margins normal around `centre`, and how often asked."""
+    margins = np.random.default_rng(seed).normal(centre, 1.0, 20_000)
+    calls = []
+
+    def skipped(trainable):
+        calls.append(trainable)
+        attention = float(trainable[ATTENTION][0] - trainable[ATTENTION][1])
+        ffn = float(trainable[FFN][0] - trainable[FFN][1]) + 1.0
+        rates = {
+            "attention": float((margins + attention + coupling * ffn < 0).mean()),
+            "ffn": float((margins + ffn < 0).mean()),
+        }
+        paper = sum(rates.values()) / 2
+        return rates | {"paper": paper, "flops": 0.2 * rates["attention"] + 0.8 * rates["ffn"]}
+
+    return skipped, calls
+
+
+@pytest.mark.parametrize("centre", [1.0, -2.0, 9.0])
+def test_each_module_reaches_its_own_target(centre):
+    skipped, calls = spread(centre=centre, coupling=0.1)
+    config = tiny_config(attention_sparsity=0.4, ffn_sparsity=0.1)
+    moved, shift = meet_target(routers(), config, skipped)
+    after = skipped(moved)
+    assert after["attention"] == pytest.approx(0.4, abs=0.005)
+    assert after["ffn"] == pytest.approx(0.1, abs=0.005)
+    assert shift.after == after
+    assert shift.before == skipped(routers())
+    assert len(calls) < 60
+    assert "attention" in shift.line()
+
+
+@pytest.mark.parametrize("budget", ["paper", "flops"])
+def test_other_budgets_move_all_modules_alike(budget):
+    skipped, _ = spread()
+    moved, shift = meet_target(routers(), tiny_config(budget=budget, sparsity=0.5), skipped)
+    assert skipped(moved)[budget] == pytest.approx(0.5, abs=0.005)
+    assert shift.biases["attention"] == shift.biases["ffn"]
+
+
+def test_a_module_without_routing_is_left_alone_and_counts_in_no_mean():
+    skipped, _ = spread()
+    moved, shift = meet_target(routers(), tiny_config(budget="paper", target="ffn"), skipped)
+    assert skipped(moved)["ffn"] == pytest.approx(0.25, abs=0.005)
+    assert list(shift.biases) == ["ffn"]
+    assert np.array_equal(moved[ATTENTION], routers()[ATTENTION])
+
+
+def test_only_execute_biases_move():
+    moved = shifted(routers(), {"ffn": 0.5})
+    assert moved[FFN].tolist() == [0.5, 1.0, 2.5, 3.0, 4.5, 5.0]
+    for name in (ATTENTION, "model.layers.0.router_ffn.compressor.bias"):
+        assert np.array_equal(moved[name], routers()[name])
+
+
+def test_what_meets_the_target_already_stays_bit_for_bit():
+    skipped, _ = spread(centre=1.0)
+    rates = skipped(routers())
+    goals = {"attention_sparsity": rates["attention"], "ffn_sparsity": rates["ffn"]}
+    moved, shift = meet_target(routers(), tiny_config(**goals), skipped)
+    assert set(shift.biases.values()) == {0.0}
+    assert np.array_equal(moved[FFN], routers()[FFN])
+
+
+def test_sampled_rows_are_spread_over_all():
+    rows = SpreadRows(list(range(100)), 5)
+    assert [rows[n] for n in range(len(rows))] == [0, 20, 40, 60, 80]
+    few = SpreadRows(list(range(2)), 4)
+    assert [few[n] for n in range(len(few))] == [0, 0, 1, 1]
