@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Suite = Literal["kernels", "e2e", "train", "eval", "errors", "parity"]
+Suite = Literal["kernels", "e2e", "train", "eval", "errors", "parity", "engine"]
 
 COMMON = ("suite", "time", "commit", "command", "device", "device_count", "versions")
 ACCOUNTING = ("attention", "ffn", "paper", "parameters", "flops", "bytes")
@@ -33,6 +33,7 @@ FIELDS: Mapping[Suite, tuple[str, ...]] = {
         "updates",
     ),
     "errors": ("model", "task", "tokens", "layers", "accounting", "recipe"),
+    "engine": ("model", "decisions", "float32_flipped", "bf16_error", "bf16_plain_error"),
     "parity": ("model", "task", "n", "token_ids_equal", "max_difference", "accuracy"),
 }
 _PACKAGES = ("jax", "jaxlib", "triton", "jax_triton", "flax")

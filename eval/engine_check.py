@@ -1,0 +1,142 @@
+"""Does the kernel path compute the model? Logits and masks beside plain JAX, in float32 and bf16.
+
+    python -m eval.engine_check --shape llama-3.1-8b --layers 4 --tokens 1024 --json OUT
+
+float32: the same masks and logits. bf16, with the float32 masks forced: no further from float32
+than 1.5 times what plain bf16 is. And, by itself, how many decisions bf16 flips: its residual
+stream differs, so routers see other inputs.
+"""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from jaxtyping import Array, Float
+
+from eval import records
+from eval.e2e_runs import random_model
+from train.shapes import shape
+from wide_jax.batch import TokenBatch
+from wide_jax.config import WideConfig
+from wide_jax.hf.mapping import is_router
+from wide_jax.hf.pretrained import build, tensors_of
+from wide_jax.kernels import Kernels
+from wide_jax.model import WideForCausalLM
+from wide_jax.routing import Argmax, Forced, Masks, Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Compare the kernel path with plain JAX on random weights of an architecture."""
+
+    shape: str = "llama-3.1-8b"
+    layers: int = 4
+    tokens: int = 1024
+    batch: int = 2
+    ffn_group_size: int = 128
+    json: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; errors are norm(x - reference) / norm(reference) of the logits."""
+
+    decisions: int
+    float32_max_difference: float  # of logits
+    float32_flipped: int  # decisions that differ from plain JAX's
+    bf16_error: float  # kernels, masks forced, against plain float32
+    bf16_plain_error: float
+    bf16_flipped: float  # fraction of decisions that differ from float32's
+
+
+def compare(model: WideForCausalLM, ids) -> Comparison:
+    """Run a float32 model with routers both ways, and its bf16 cast."""
+    batch = TokenBatch.from_lengths(ids)
+    with jax.default_matmul_precision("float32"):
+        wanted, masks = _run(model, batch, Argmax(), None)
+        got, ours = _run(model, batch, Argmax(), Kernels())
+        # Ties apart, what follows compares arithmetic at one and the same set of masks.
+        forced = Forced(masks)
+        wanted_forced, _ = _run(model, batch, forced, None)
+    half = _cast(model)
+    bf16, _ = _run(half, batch, forced, Kernels())
+    plain, _ = _run(half, batch, forced, None)
+    _, rounded = _run(half, batch, Argmax(), Kernels())
+    decisions = sum(mask.size for mask in jax.tree.leaves(masks))
+    return Comparison(
+        decisions=decisions,
+        float32_max_difference=float(jnp.abs(got - wanted).max()),
+        float32_flipped=_differing(ours, masks),
+        bf16_error=_error(bf16, wanted_forced),
+        bf16_plain_error=_error(plain, wanted_forced),
+        bf16_flipped=_differing(rounded, masks) / decisions,
+    )
+
+
+def _run(
+    model: WideForCausalLM, batch: TokenBatch, routing: Routing, kernels: Kernels | None
+) -> tuple[Float[Array, "B T V"], Masks]:
+    model.kernels = kernels
+    try:
+        logits, masks = _forward(*nnx.split(model), batch, routing)
+    finally:
+        model.kernels = None
+    return logits.astype(jnp.float32), masks
+
+
+@functools.partial(jax.jit, static_argnames="graphdef")
+def _forward(graphdef, state, batch, routing):
+    model = nnx.merge(graphdef, state)
+    output = model(batch, routing)
+    return model.logits(output.hidden), output.masks
+
+
+def _cast(model: WideForCausalLM) -> WideForCausalLM:
+    tensors = tensors_of(model, lambda name: True)
+    cast = {n: a if is_router(n) else a.astype(jnp.bfloat16) for n, a in tensors.items()}
+    return build(model.config, model.wide, cast, dtype=jnp.bfloat16)
+
+
+def _differing(masks: Masks, others: Masks) -> int:
+    pairs = zip(jax.tree.leaves(masks), jax.tree.leaves(others), strict=True)
+    return sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in pairs)
+
+
+def _error(x, reference) -> float:
+    return float(jnp.linalg.norm(x - reference) / jnp.linalg.norm(reference))
+
+
+def main(args: Args) -> dict[str, Any]:
+    """Compare, print and record."""
+    architecture = dataclasses.replace(shape(args.shape), num_hidden_layers=args.layers)
+    wide = WideConfig.for_model(architecture, ffn_group_size=args.ffn_group_size)
+    model = random_model(architecture, wide, dtype=jnp.float32)
+    ids = jax.random.randint(jax.random.key(5), (args.batch, args.tokens), 0, 1000)
+    found = compare(model, ids)
+    print(f"float32: logits differ by at most {found.float32_max_difference:.2e}, ", end="")
+    print(f"{found.float32_flipped} of {found.decisions} decisions")
+    print(f"bf16, masks forced: error {found.bf16_error:.2e}, plain {found.bf16_plain_error:.2e}")
+    print(f"bf16: {found.bf16_flipped:.3%} of the decisions differ from float32's")
+    record = records.common_fields("engine") | {
+        "model": f"{args.shape}-shape",
+        "layers": args.layers,
+        "batch": args.batch,
+        "tokens": args.tokens,
+        "ffn_group": args.ffn_group_size,
+        **dataclasses.asdict(found),
+    }
+    record["commit"] = record["commit"] or os.environ.get("WIDE_COMMIT")
+    if args.json is not None:
+        records.append_record(args.json, record)
+    return record
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
