@@ -120,7 +120,7 @@ def k_tile_kernel(
     HAS_RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,  # an array passes 2^31 elements: 64-bit offsets
+    WIDE: tl.constexpr,  # h passes 2^31 elements: 64-bit offsets
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -130,7 +130,7 @@ def k_tile_kernel(
 ):
     """Compute one tile of the drawing above."""
     STEPS_A_GROUP: tl.constexpr = (G + BLOCK_K - 1) // BLOCK_K
-    RAGGED_K: tl.constexpr = (G % BLOCK_K != 0) or (K % G != 0)
+    RAGGED: tl.constexpr = (G % BLOCK_K != 0) or (K % G != 0) or (N % BLOCK_N != 0)
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS_N: tl.constexpr = (TILES_N + COLUMN_TILES - 1) // COLUMN_TILES
     pid = tl.program_id(0)
@@ -179,28 +179,30 @@ def k_tile_kernel(
                     PIECES,
                 )
     else:
+        # What does not change in the loop: offsets within a tile, and each row's pattern.
+        h_offsets = h_row[:, None] + k[None, :]
+        patterns = tl.broadcast_to(pattern[:, None], (TILE, BLOCK_K))
+        w_offsets = tl.arange(0, BLOCK_N)[None, :] * K + k[:, None]
         acc = tl.zeros((TILE, BLOCK_N), tl.float32)
         step = 0
         for _ in range(0, steps * here):
             group = (groups >> (4 * (step // STEPS_A_GROUP))) & 15
             in_group = (step % STEPS_A_GROUP) * BLOCK_K
             start = first_k + group * G + in_group
-            on = ((pattern >> group) & 1) != 0
-            channel = tl.minimum(first_column + tl.arange(0, BLOCK_N), N - 1)
-            if WIDE:
-                channel = channel.to(tl.int64)
-            w_tile = w + (channel[None, :] * K + (start + k)[:, None])
-            h_tile = h + (h_row[:, None] + (start + k)[None, :])
-            if RAGGED_K:
+            on = ((patterns >> group) & 1) != 0
+            h_tile = h + start + h_offsets
+            w_tile = w + (first_column.to(tl.int64) * K + start) + w_offsets
+            if RAGGED:
                 k_ok = (in_group + k < G) & (start + k < K)
-                a = tl.load(h_tile, mask=on[:, None] & k_ok[None, :], other=0.0)
-                b = tl.load(w_tile, mask=k_ok[:, None], other=0.0)
+                n_ok = first_column + tl.arange(0, BLOCK_N) < N
+                a = tl.load(h_tile, mask=on & k_ok[None, :], other=0.0)
+                b = tl.load(w_tile, mask=k_ok[:, None] & n_ok[None, :], other=0.0)
             else:
-                a = tl.load(h_tile, mask=on[:, None], other=0.0)
+                a = tl.load(h_tile, mask=on, other=0.0)
                 b = tl.load(w_tile)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            step += 1
-            if step == steps:
+            last = step == steps - 1
+            if last:
                 result = acc
                 if SCALED:
                     # 2 ** exponent of the row's largest value, from its bits.
@@ -225,5 +227,6 @@ def k_tile_kernel(
                     PIECES,
                 )
                 acc = tl.zeros((TILE, BLOCK_N), tl.float32)
-                step = 0
-                first_column += BLOCK_N
+            # Outside of the branch: the loads of coming steps must not wait for the result.
+            step = tl.where(last, 0, step + 1)
+            first_column += tl.where(last, BLOCK_N, 0)

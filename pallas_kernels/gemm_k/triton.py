@@ -102,7 +102,7 @@ def tile_arguments(
         HAS_RESIDUAL=residual is not None and supers == 1,
         SCALED=scaled,
         PRECISION="ieee" if single else "tf32",
-        WIDE=max(m * k, n * k) >= 2**31,
+        WIDE=m * k >= 2**31,
         TILE=TILE,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
