@@ -168,7 +168,9 @@ def accumulate_gradient(
         rows = TokenBatch(*micro_batch)
         micro_key = jax.random.fold_in(noise_key, index)
         # Layers and modules fold small numbers into the noise key; dropout has one of its own.
-        whole = parts.merge(trainable, frozen, jax.random.fold_in(micro_key, DROPOUT))
+        whole = parts.merge(
+            trainable, head_gathered(frozen), jax.random.fold_in(micro_key, DROPOUT)
+        )
         routing = Argmax() if config.freeze_routers else GumbelSoftmax(micro_key, tau)
         out = whole(rows, routing, remat=config.remat, causal=config.causal)
         lm = next_token_loss(out.hidden, whole.logits, rows, chunk=config.logits_chunk)
@@ -204,6 +206,12 @@ def accumulate_gradient(
         learning_rate=rate_of(config, update),
         gradient_norm=optax.tree.norm(gradient),
     )
+
+
+def head_gathered(frozen: Params) -> Params:
+    """The weights with the output head gathered over `fsdp`: once, and not in every loss chunk."""
+    name = "lm_head.weight" if "lm_head.weight" in frozen else "model.embed_tokens.weight"
+    return frozen | {name: constrain(frozen[name], "gathered_VD")}
 
 
 def _teacher_loss(

@@ -34,6 +34,7 @@ class Partition:
     # weights, [out, in] as stored
     embed_VD: P = P("tensor", "fsdp")
     head_VD: P = P("tensor", "fsdp")
+    gathered_VD: P = P("tensor", None)  # the head while a loop over tokens reads it
     q_HD: P = P("tensor", "fsdp")
     kv_KD: P = P("tensor", "fsdp")
     o_DH: P = P("fsdp", "tensor")
