@@ -7,7 +7,7 @@ run of slots, so every implementation takes two integers a query and knows no ot
     segment  0  0  1  1  1  2  2  0          (0 is padding)
     query at slot 4 (segment 1)  sees [2, 4]
     query at slot 6 (segment 2)  sees [5, 6]
-    query at slot 7 (padding)    sees [0, -1], nothing
+    query at slot 7 (padding)    sees [8, -1], nothing
 """
 
 import jax
@@ -25,7 +25,7 @@ def visible_ranges(
     segment_ids: Int[Array, "B S"] | None,
     sliding_window: int | None,
 ) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-    """The lowest and the highest slot that every query sees; (0, -1) where it sees none.
+    """The lowest and the highest slot that every query sees; (S, -1) where it sees none.
 
     Query t of row b sits at slot `start[b] + t` of `slots`; only slots in
     `[first[b], lengths[b])` hold tokens. A segment is a run of equal, non-zero ids.
@@ -41,7 +41,7 @@ def visible_ranges(
     if sliding_window is not None:
         low = jnp.maximum(low, position - sliding_window + 1)
     low = jnp.maximum(low, 0)
-    return jnp.where(real, low, 0), jnp.where(real, position, -1)
+    return jnp.where(real, low, slots), jnp.where(real, position, -1)
 
 
 def _run_starts(segment_ids: Int[Array, "B S"]) -> Int32[Array, "B S"]:

@@ -105,10 +105,23 @@ def attention_prefill(
 
         return reference(q, k, v, layout.mask, low, high, scale)
     if chosen == "triton":
-        from pallas_kernels.attention_prefill.triton import attention as run
-    else:
-        from pallas_kernels.attention_prefill.mosaic import attention as run
-    return run(q, k, v, layout, low, high, scale, config)
+        from pallas_kernels.attention_prefill.triton import attention as triton
+
+        return triton(q, k, v, layout, low, high, scale, config)
+    from pallas_kernels.attention_prefill.mosaic import attention as mosaic
+
+    return mosaic(
+        q,
+        k,
+        v,
+        layout,
+        low,
+        high,
+        scale,
+        config,
+        from_start=first is None and segment_ids is None and sliding_window is None,
+        all_slots_real=lengths is None and first is None and segment_ids is None,
+    )
 
 
 def everything_on(tokens: int) -> MaskLayout:

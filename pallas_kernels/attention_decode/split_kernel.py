@@ -1,0 +1,147 @@
+"""Decode attention in two Triton kernels: every split of the slots by itself, then a merge.
+
+    split_kernel   program id -> (split, row, kv head), kv heads fastest
+                   all query heads of the kv head are rows of one tile: k and v are read once
+                   writes peak, total and the unnormalised sum of its slots, float32
+    merge_kernel   program id -> (row, query head)
+                   reads the splits that hold visible slots, no others
+
+A split without visible slots, and a kv head that no active group reads, return before they read
+anything; the merge knows the same ranges and masks and does not look at them either. The merge
+adds splits in order: reruns are bit-identical.
+"""
+
+import triton.language as tl
+
+from pallas_kernels._common.jit import jit
+
+
+@jit
+def split_kernel(
+    q,  # [B, HQ, D]
+    k,  # [B, S, HK, D]
+    v,  # [B, S, HK, D]
+    mask,  # [B, GROUPS] bool
+    low,  # [B] int32
+    high,  # [B] int32
+    S,
+    rows,  # B
+    splits,
+    peaks,  # [B, HQ, splits] float32
+    totals,  # [B, HQ, splits] float32
+    sums,  # [B, HQ, splits, D] float32
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALE: tl.constexpr,  # of the logits, times log2(e)
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,  # HQ / HK rounded up to a tile of the tensor cores
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One split of one kv head, for all query heads that read it."""
+    PER_KV: tl.constexpr = HQ // HK
+    PER_GROUP: tl.constexpr = HQ // GROUPS
+    pid = tl.program_id(0)
+    kv_head = pid % HK
+    row = (pid // HK) % rows
+    split = pid // (HK * rows)
+    lanes = tl.arange(0, HEADS)
+    head = kv_head * PER_KV + tl.minimum(lanes, PER_KV - 1)
+    on = tl.load(mask + row * GROUPS + head // PER_GROUP).to(tl.int32)
+    first = tl.maximum(tl.load(low + row), split * SPLIT)
+    end = tl.minimum(tl.load(high + row) + 1, split * SPLIT + SPLIT)
+    if (tl.max(on, axis=0) != 0) & (first < end):
+        columns = tl.arange(0, BLOCK_D)
+        column_ok = columns < D
+        query_row = row.to(tl.int64) * HQ + head
+        queries = tl.load(
+            q + (query_row * D)[:, None] + columns[None, :], mask=column_ok[None, :], other=0.0
+        )
+        STRIDE: tl.constexpr = HK * D
+        base = row.to(tl.int64) * S * STRIDE + kv_head * D
+        keys = tl.arange(0, BLOCK_N)
+        peak = tl.full((HEADS,), -1e30, tl.float32)
+        total = tl.zeros((HEADS,), tl.float32)
+        acc = tl.zeros((HEADS, BLOCK_D), tl.float32)
+        for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            slots = start + keys
+            held = (slots >= first) & (slots < end)
+            offset = base + start * tl.full((), STRIDE, tl.int64)
+            tile = keys[:, None] * STRIDE + columns[None, :]
+            tile_ok = held[:, None] & column_ok[None, :]
+            k_block = tl.load((k + offset) + tile, mask=tile_ok, other=0.0)
+            v_block = tl.load((v + offset) + tile, mask=tile_ok, other=0.0)
+            logits = tl.dot(queries, tl.trans(k_block), input_precision=PRECISION)
+            logits = tl.where(held[None, :], logits, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(logits, axis=1) * SCALE)
+            weights = tl.exp2(logits * SCALE - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.sum(weights, axis=1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+            peak = new_peak
+        place = query_row * splits + split
+        mine = lanes < PER_KV
+        tl.store(peaks + place, peak, mask=mine)
+        tl.store(totals + place, total, mask=mine)
+        tl.store(
+            sums + (place * D)[:, None] + columns[None, :],
+            acc,
+            mask=mine[:, None] & column_ok[None, :],
+        )
+
+
+@jit
+def merge_kernel(
+    peaks,  # [B, HQ, splits] float32
+    totals,  # [B, HQ, splits] float32
+    sums,  # [B, HQ, splits, D] float32
+    mask,  # [B, GROUPS] bool
+    low,  # [B] int32
+    high,  # [B] int32
+    splits,
+    out,  # [B, HQ, D]
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits rounded up to a power of two
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The softmax over all slots from those of the splits; 0 for a head that is off or sees none."""
+    pid = tl.program_id(0)
+    row = pid // HQ
+    head = pid % HQ
+    on = tl.load(mask + row * GROUPS + head // (HQ // GROUPS)).to(tl.int32)
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    total = 0.0
+    end_slot = tl.load(high + row) + 1
+    if (on != 0) & (end_slot > 0):
+        first = tl.load(low + row) // SPLIT
+        end = (end_slot + SPLIT - 1) // SPLIT
+        base = pid.to(tl.int64) * splits
+        every = tl.arange(0, SPLITS)
+        used = (every >= first) & (every < end)
+        split_peaks = tl.load(peaks + base + every, mask=used, other=-1e30)
+        peak = tl.max(split_peaks, axis=0)
+        split_totals = tl.load(totals + base + every, mask=used, other=0.0)
+        total = tl.sum(tl.exp2(split_peaks - peak) * split_totals, axis=0)
+        for start in range(first // BLOCK_S * BLOCK_S, end, BLOCK_S):
+            some = start + tl.arange(0, BLOCK_S)
+            some_used = (some >= first) & (some < end)
+            weight = tl.exp2(tl.load(peaks + base + some, mask=some_used, other=-1e30) - peak)
+            part = tl.load(
+                sums + ((base + some) * D)[:, None] + columns[None, :],
+                mask=some_used[:, None] & (columns < D)[None, :],
+                other=0.0,
+            )
+            acc += tl.sum(part * weight[:, None], axis=0)
+    result = acc / tl.where(total > 0, total, 1.0)
+    tl.store(
+        out + pid.to(tl.int64) * D + columns, result.to(out.dtype.element_ty), mask=columns < D
+    )

@@ -1,0 +1,93 @@
+"""Launching the split and the merge of decode attention."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels._attention.config import AttentionConfig, DecodeConfig, head_block
+from pallas_kernels._common import triton_support
+from pallas_kernels._common.device import current_device
+from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
+
+LOG2_E = math.log2(math.e)
+MERGE_BLOCK = 16  # splits that the merge adds at a time
+
+
+def attention(
+    q: Float[Array, "B Hq d"],
+    k: Float[Array, "B S Hk d"],
+    v: Float[Array, "B S Hk d"],
+    mask: Bool[Array, "B Ga"],
+    low: Int32[Array, " B"],
+    high: Int32[Array, " B"],
+    scale: float,
+    config: AttentionConfig | None,
+) -> Float[Array, "B Hq d"]:
+    """See `reference.attention`. Raises `NotImplementedError` where no Triton kernel runs."""
+    triton_support.require_device("attention_decode", current_device().capability)
+    if not isinstance(config, DecodeConfig):
+        raise NotImplementedError(
+            f"attention_decode: triton has no form for {config}; use a DecodeConfig"
+        )
+    (b, hq, d), (s, hk) = q.shape, k.shape[1:3]
+    splits = math.ceil(s / config.split)
+    statistics = jax.ShapeDtypeStruct((b, hq, splits), jnp.float32)
+    peaks, totals, sums = triton_support.launch(
+        split_kernel,
+        [q, k, v, mask, low, high],
+        [s, b, splits],
+        [statistics, statistics, jax.ShapeDtypeStruct((b, hq, splits, d), jnp.float32)],
+        grid=splits * b * hk,
+        constants=split_constants(q, k, mask.shape[1], scale, config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    (out,) = triton_support.launch(
+        merge_kernel,
+        [peaks, totals, sums, mask, low, high],
+        [splits],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        grid=b * hq,
+        constants=merge_constants(q, splits, mask.shape[1], config),
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+def split_constants(
+    q: jax.Array, k: jax.Array, groups: int, scale: float, config: DecodeConfig
+) -> dict[str, Any]:
+    """Compile-time constants of `split_kernel`."""
+    hq, d = q.shape[1:]
+    hk = k.shape[2]
+    return dict(
+        HQ=hq,
+        HK=hk,
+        D=d,
+        GROUPS=groups,
+        SCALE=scale * LOG2_E,
+        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+        HEADS=max(16, triton.next_power_of_2(hq // hk)),
+        SPLIT=config.split,
+        BLOCK_N=config.block_n,
+        BLOCK_D=head_block(d),
+    )
+
+
+def merge_constants(q: jax.Array, splits: int, groups: int, config: DecodeConfig) -> dict[str, Any]:
+    """Compile-time constants of `merge_kernel`."""
+    hq, d = q.shape[1:]
+    return dict(
+        HQ=hq,
+        D=d,
+        GROUPS=groups,
+        SPLIT=config.split,
+        SPLITS=triton.next_power_of_2(splits),
+        BLOCK_S=MERGE_BLOCK,
+        BLOCK_D=head_block(d),
+    )
