@@ -45,6 +45,7 @@ from wide_jax.accounting import (
 )
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels
+from wide_jax.memory import estimate_memory
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced, Routing
 
@@ -57,20 +58,27 @@ class E2EConfig:
     """What `wide bench e2e` measures."""
 
     tokens: tuple[int, ...] = (128, 1024, 4096, 16384, 65536)
+    """Lengths of the prompts, and contexts of the decode steps."""
     batches: tuple[int, ...] = (1, 4, 16)
+    """Sequences at a time."""
     sparsities: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
+    """Of the random masks; 0 runs with the routers off."""
     ffn_groups: tuple[int, ...] = (64, 128, 256, 512)
-    """Channels per FFN group of the random masks."""
+    """Channels per FFN group, where weights are random; a trained model has its own."""
     phases: tuple[Phase, ...] = ("prefill", "decode")
+    """What to measure."""
     steps: int = 32
     """Decode steps of one timed loop."""
     rounds: int = 5
+    """Timed turns of every contender."""
     seconds_per_cell: float = 20.0
     """Fewer rounds (3 at least) where a cell would take longer."""
     profile: bool = False
     """Also the breakdown of a call by part: routing, attention, products, other, gaps."""
     json: Path | None = None
+    """Append a record (suite `e2e`) of every measurement to this file."""
     plots: Path | None = None
+    """Write plots to this folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +114,8 @@ def measure(
         name: of the model in the records.
         config: cells, phases, rounds.
         console: for tables and for the cells that are skipped.
-        trained: a model with routers: its own masks are measured too, on its own weights.
+        trained: a model with routers: its own masks are measured too, on its own weights and
+            group sizes.
         text: token ids of prompts, repeated as often as needed; None: random ids.
 
     Raises:
@@ -117,13 +126,17 @@ def measure(
     common = records.common_fields("e2e")
     common["commit"] = common["commit"] or os.environ.get("WIDE_COMMIT")
     rows = []
-    for group in config.ffn_groups:
-        wide = WideConfig.for_model(architecture, ffn_group_size=group)
-        own = trained is not None and trained.wide == wide
+    own = trained is not None and trained.wide is not None
+    sizes = (
+        [trained.wide]
+        if own
+        else [WideConfig.for_model(architecture, ffn_group_size=g) for g in config.ffn_groups]
+    )
+    for wide in sizes:
         model = trained if own else random_model(architecture, wide)
         for batch in config.batches:
             for tokens in config.tokens:
-                refused = refusal(architecture, batch, tokens, config)
+                refused = refusal(architecture, wide, batch, tokens, config)
                 if refused is not None:
                     console.print(f"skipped: B={batch}, T={tokens}: {refused}")
                     continue
@@ -139,28 +152,25 @@ def measure(
     return rows
 
 
-def refusal(config: ModelConfig, batch: int, tokens: int, bench: E2EConfig) -> str | None:
-    """Why a cell cannot run here, or None. Estimates weights, cache and activations."""
+def refusal(
+    config: ModelConfig, wide: WideConfig, batch: int, tokens: int, bench: E2EConfig
+) -> str | None:
+    """Why a cell cannot run here, or None."""
     if tokens + bench.steps > config.max_position_embeddings:
         return f"beyond max_position_embeddings={config.max_position_embeddings}"
-    needed = estimated_bytes(config, batch, tokens, bench)
+    estimate = estimate_memory(
+        config,
+        wide,
+        batch=batch,
+        piece=tokens,
+        capacity=tokens + bench.steps,
+        element_bytes=ELEMENT_BYTES,
+    )
+    needed = estimate.total + estimate.cache  # a cache is made anew while the old one lives
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None and needed > limit:
         return f"needs about {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}"
     return None
-
-
-def estimated_bytes(config: ModelConfig, batch: int, tokens: int, bench: E2EConfig) -> int:
-    """Weights, two caches (one of them being replaced) and a layer's activations, bf16."""
-    head = config.head_dim
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    embeddings = config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
-    weights = config.num_hidden_layers * layer + embeddings
-    cache = 2 * batch * (tokens + bench.steps) * config.num_hidden_layers * 2 * keys
-    width = 4 * config.hidden_size + 2 * config.intermediate_size + 2 * queries + 2 * keys
-    masks = batch * tokens * config.num_hidden_layers * (config.intermediate_size // 64 + 64)
-    return ELEMENT_BYTES * (weights + cache + batch * tokens * width) + masks
 
 
 def cell(

@@ -1,9 +1,7 @@
 """`wide bench e2e`: time to first token and time per token of a whole model, dense and pruned."""
 
 import dataclasses
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from eval.bench_e2e import E2EConfig, measure
@@ -15,7 +13,7 @@ from wide_jax.cli.start import start
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(E2EConfig):
     """Prefill and decode of a model on this GPU, at its own masks or random ones.
 
     With --model the model's own masks on text are measured beside random ones; with --shape an
@@ -23,45 +21,41 @@ class Args:
     """
 
     model: str | None = None
-    """A WIDE model folder; its FFN group size is measured."""
+    """A WIDE model folder, for its group sizes and masks."""
     shape: str = "llama-3.1-8b"
     """Architecture of random weights, where no --model is given."""
     layers: int | None = None
     """Fewer layers than the shape has, to look at a part quickly."""
-    bench: Annotated[E2EConfig, tyro.conf.arg(name="")] = dataclasses.field(
-        default_factory=E2EConfig
-    )
 
 
 def main(args: Args) -> None:
     """Measure, print, record and plot; fails without a GPU."""
     console = Console()
-    if args.bench.json is not None:
-        check_writable_file(args.bench.json)
+    if args.json is not None:
+        check_writable_file(args.json)
     start("gpu", console)
     if args.model is None:
         architecture = shape(args.shape)
         name = f"{args.shape}-shape"
         if args.layers is not None:
             architecture = dataclasses.replace(architecture, num_hidden_layers=args.layers)
-        rows = measure(architecture, name, args.bench, console)
+        rows = measure(architecture, name, args, console)
     else:
         if args.layers is not None:
             raise ValueError("--layers cuts a --shape: a model has the layers it has")
         loaded = load_model(console, args.model, dtype="bfloat16")
         if loaded.model.wide is None:
             raise ValueError(f"{args.model} has no routers: give a WIDE model, or --shape")
-        bench = dataclasses.replace(args.bench, ffn_groups=(loaded.model.wide.ffn_group_size,))
         rows = measure(
             loaded.model.config,
             loaded.fingerprint(),
-            bench,
+            args,
             console,
             loaded.model,
             loaded.encode("\n\n".join(python_reference().held_out)),
         )
-    if args.bench.plots is not None:
+    if args.plots is not None:
         from eval.e2e_plots import write_plots
 
-        for path in write_plots(rows, args.bench.plots):
+        for path in write_plots(rows, args.plots):
             console.print(f"wrote {path}")

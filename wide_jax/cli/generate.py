@@ -14,6 +14,7 @@ from wide_jax.cli.start import Platform, start
 from wide_jax.generate import Generation, generate
 from wide_jax.hf.config import stop_token_ids
 from wide_jax.hf.wide_folder import base_folder
+from wide_jax.memory import MemoryEstimate, estimate_memory
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax
 from wide_jax.sampling import Sampler
@@ -74,10 +75,12 @@ def main(args: Args) -> None:
     start(args.platform, console)
     loaded = load_model(console, args.model, dense=args.dense)
     model, tokenizer = loaded.model, loaded.tokenizer
+    prompt = _prompt_ids(tokenizer, args)
+    console.print(f"[dim]{_memory(model, len(prompt), args).line()}[/dim]", highlight=False)
     streamed = _Stream(console, tokenizer) if args.stream and args.samples == 1 else None
     result = generate(
         model,
-        [_prompt_ids(tokenizer, args)] * args.samples,
+        [prompt] * args.samples,
         max_new_tokens=args.max_new_tokens,
         routing=AllOn() if model.wide is None else Argmax(),
         sampler=sampler,
@@ -128,6 +131,17 @@ def _print_samples(console: Console, texts: list[str], first_seed: int) -> None:
         if len(texts) > 1:
             console.rule(f"seed {first_seed + number}")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _memory(model: WideForCausalLM, prompt: int, args: Args) -> MemoryEstimate:
+    return estimate_memory(
+        model.config,
+        model.wide,
+        batch=args.samples,
+        piece=args.prefill_chunk or prompt,
+        capacity=prompt + args.max_new_tokens,
+        element_bytes=model.model.embed_tokens.weight[...].dtype.itemsize,
+    )
 
 
 def _prompt_ids(tokenizer: Any, args: Args) -> list[int]:

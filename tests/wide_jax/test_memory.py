@@ -1,0 +1,39 @@
+"""The memory estimate counts what the model and its cache really take."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tests.wide_jax.conftest import tiny_config, tiny_model
+from train.shapes import shape
+from wide_jax.cache import KVCache
+from wide_jax.config import WideConfig
+from wide_jax.memory import estimate_memory
+from wide_jax.params import RouterParam
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_weights_and_cache_of_a_real_model():
+    config = tiny_config()
+    wide = WideConfig.for_model(config, ffn_group_size=8)
+    model = tiny_model(wide)
+    found = estimate_memory(config, wide, batch=3, piece=5, capacity=40, element_bytes=4)
+    everything, routers = nbytes(nnx.state(model)), nbytes(nnx.state(model, RouterParam))
+    assert found.weights == everything - routers
+    assert found.routers == routers
+    cache = KVCache.empty(config, 3, 40, jnp.float32)
+    assert found.cache == nbytes(cache.layers)
+    assert "GiB" in found.line()
+
+
+def test_llama_3_1_8b():
+    """8.03e9 parameters; a token's keys and values are 2 x 32 x 8 x 128 elements."""
+    config = shape("llama-3.1-8b")
+    found = estimate_memory(config, None, batch=1, piece=4096, capacity=16384, element_bytes=2)
+    assert found.weights == 2 * 8_030_261_248
+    assert found.cache == 2 * 16384 * 2 * 32 * 8 * 128
+    assert found.routers == 0
+    assert 0.3e9 < found.temporary < 1e9

@@ -1,0 +1,70 @@
+"""What a generation will need on the device, before anything is allocated."""
+
+import dataclasses
+
+from wide_jax.config import ModelConfig, WideConfig
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device. Temporary ones are an estimate: XLA decides what lives at once."""
+
+    weights: int
+    routers: int
+    cache: int
+    temporary: int  # one layer's activations in a prefill piece, its masks, and last logits
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.routers + self.cache + self.temporary
+
+    def line(self) -> str:
+        """One line for people."""
+        parts = {
+            "weights": self.weights + self.routers,
+            "cache": self.cache,
+            "activations": self.temporary,
+        }
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"memory, about: {self.total / GIB:.2f} GiB ({listed})"
+
+
+def estimate_memory(
+    config: ModelConfig,
+    wide: WideConfig | None,
+    *,
+    batch: int,
+    piece: int,
+    capacity: int,
+    element_bytes: int,
+) -> MemoryEstimate:
+    """For `batch` rows of up to `capacity` cached tokens, prefilled `piece` tokens at a time.
+
+    `element_bytes` is the size of a weight, an activation and a cached element.
+    """
+    hidden, channels, layers = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+    )
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    tables = 1 if config.tie_word_embeddings else 2
+    weights = layers * hidden * (2 * queries + 2 * keys + 3 * channels)
+    weights += tables * config.vocab_size * hidden + (2 * layers + 1) * hidden
+    routers = masks = 0
+    if wide is not None:
+        groups = wide.attn_groups(config) + wide.ffn_groups(config)
+        rank = wide.router_rank
+        routers = 4 * layers * 2 * (rank * (hidden + 1) + groups * (rank + 1))
+        masks = layers * batch * piece * groups
+    width = 4 * hidden + 2 * channels + 2 * queries + 2 * keys
+    return MemoryEstimate(
+        weights=element_bytes * weights,
+        routers=routers,
+        cache=element_bytes * 2 * layers * batch * capacity * keys,
+        temporary=element_bytes * batch * piece * width + masks + 4 * batch * config.vocab_size,
+    )
