@@ -120,20 +120,22 @@ def measure(
 
     Raises:
         RuntimeError: there is no GPU; nothing is simulated.
+        ValueError: `trained` has no routers.
     """
     if jax.default_backend() != "gpu":
         raise RuntimeError("wide bench e2e needs a CUDA device: timings elsewhere mean nothing")
     common = records.common_fields("e2e")
     common["commit"] = common["commit"] or os.environ.get("WIDE_COMMIT")
     rows = []
-    own = trained is not None and trained.wide is not None
-    sizes = (
-        [trained.wide]
-        if own
-        else [WideConfig.for_model(architecture, ffn_group_size=g) for g in config.ffn_groups]
-    )
+    own = trained is not None
+    if trained is not None:
+        if trained.wide is None:
+            raise ValueError("the model has no routers: its own masks cannot be measured")
+        sizes = [trained.wide]
+    else:
+        sizes = [WideConfig.for_model(architecture, ffn_group_size=g) for g in config.ffn_groups]
     for wide in sizes:
-        model = trained if own else random_model(architecture, wide)
+        model = random_model(architecture, wide) if trained is None else trained
         for batch in config.batches:
             for tokens in config.tokens:
                 refused = refusal(architecture, wide, batch, tokens, config)
@@ -275,12 +277,11 @@ def _phase(
                 token, kept[0] = once(index, kept[0])
                 return token
 
-            parts[index] = breakdown(call)
+            calls = 1 if phase == "prefill" else config.steps
+            parts[index] = {part: ms / calls for part, ms in breakdown(call).items()}
             cache = kept[0]
             if phase == "prefill":
                 cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
-            else:
-                parts[index] = {k: v / config.steps for k, v in parts[index].items()}
     stats = jax.devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return [

@@ -93,8 +93,8 @@ def decision(
         case Forced(masks, ask_routers):
             mask = getattr(masks, module)[layer] != 0
             if ask_routers:
-                normed, decided = _asked(norm, required(router, routing), x, kernels)
-                mask, _ = jax.lax.optimization_barrier((mask, decided))
+                normed, answer = _asked(norm, required(router, routing), x, kernels)
+                mask, _ = jax.lax.optimization_barrier((mask, answer))
             else:
                 normed = norm(x)
             return Decision(normed, mask, _layout(mask, shared, sparsity, kernels))
@@ -197,6 +197,7 @@ def _attention(
             sliding_window=attention.window,
             implementation=kernels.attention_prefill,
         )
+    assert shared.start is not None  # with a cache there is one
     keys, values = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
     if q.shape[1] == 1:
         out = attention_decode(

@@ -92,7 +92,7 @@ def _check(x, norm_weight, weights: RouterWeights) -> None:
             f"expected {x.dtype}[{hidden}]"
         )
     rank, outputs = weights.compressor.shape[0], weights.router.shape[0]
-    expected = RouterWeights((rank, hidden), (rank,), (outputs, rank), (outputs,))
+    expected = ((rank, hidden), (rank,), (outputs, rank), (outputs,))
     for name, shape, array in zip(RouterWeights._fields, expected, weights, strict=True):
         if array.shape != shape or array.dtype.name != "float32":
             raise ValueError(
