@@ -21,7 +21,7 @@ from eval import records
 from eval.kernel_cases import Case, Family, MaskKind, families, make_mask
 from eval.kernel_timing import Compiled, Timing, compile_all, time_interleaved
 from pallas_kernels import dispatch
-from pallas_kernels._common.config import to_json
+from pallas_kernels._common.config import Config, to_json
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels._common.testing import relative_error
@@ -68,17 +68,16 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
         for row in layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
     shapes = [
-        (family, m, group)
+        (family, m, config.groups or family.bench_groups)
         for family in families(config.ops).values()
         for m in family.tokens or config.tokens
-        for group in config.groups or family.bench_groups
     ]
     with Progress(console=console) as progress:
         task = progress.add_task("kernels", total=len(shapes))
-        for family, m, group in shapes:
-            progress.update(task, description=f"{family.case} m={m} group={group}")
-            case = family.make(m, group, config.model)
-            for row in case_records(family, case, config, console):
+        for family, m, groups in shapes:
+            progress.update(task, description=f"{family.case} m={m}")
+            contests = [contest(family, m, group, config) for group in groups]
+            for row in contest_records(contests, config, console):
                 keep(row)
             progress.advance(task)
     console.print(table(rows))
@@ -147,39 +146,77 @@ def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]
         }
 
 
-def case_records(
-    family: Family, case: Case, config: BenchConfig, console: Console
-) -> Iterator[dict[str, Any]]:
-    """Every sparsity and mask of one problem: what dispatch picks, the kernel, the baselines."""
-    sets = case.operands()
-    facts, m = case.facts, case.facts.m
-    zero = pallas_kernels.mask_layout(make_mask("random", m, case.groups, 0.0))
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One sparsity and mask of a problem: what dispatch picks for it, and the kernel's config."""
+
+    sparsity: float
+    kind: MaskKind
+    choice: dispatch.Choice
+    kernel: Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """One problem with its operands and all its cells."""
+
+    family: Family
+    case: Case
+    operands: list[tuple[Any, ...]]
+    cells: list[Cell]
+
+    def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Dense without and with zeros, and every kernel that a cell needs."""
+        layout = pallas_kernels.mask_layout(
+            make_mask("random", self.case.facts.m, self.case.groups, 0.0)
+        )
+        found = {"dense": self.case.dense(), "dense+zeros": self.case.pruned("dense")}
+        found |= {str(c.kernel): self.case.pruned("triton", c.kernel) for c in self.cells}
+        return {name: (run, (*self.operands[0], layout)) for name, run in found.items()}
+
+
+def contest(family: Family, m: int, group: int, config: BenchConfig) -> Contest:
+    """The contest of one problem: every sparsity, every kind of mask."""
+    case = family.make(m, group, config.model)
     cells = []
-    functions = {
-        "dense": (case.dense(), (*sets[0], zero)),
-        "dense+zeros": (case.pruned("dense"), (*sets[0], zero)),
-    }
     for s in config.sparsities:
-        hinted = dataclasses.replace(facts, expected_sparsity=s)
-        choice = dispatch.choose(hinted)
-        kernel = dispatch.config_for(hinted)
-        functions[str(kernel)] = (case.pruned("triton", kernel), (*sets[0], zero))
-        for kind in config.masks[:1] if s == 0.0 else config.masks:
-            cells.append((s, kind, choice, kernel))
-    compiled, failed = compile_all(functions, workers=14)
-    for name, error in failed.items():
-        raise RuntimeError(f"{case}: {name} does not run") from error
-    masks = [make_mask(kind, m, case.groups, s) for s, kind, _, _ in cells]
+        hinted = dataclasses.replace(case.facts, expected_sparsity=s)
+        choice, kernel = dispatch.choose(hinted), dispatch.config_for(hinted)
+        kinds = config.masks[:1] if s == 0.0 else config.masks
+        cells += [Cell(s, kind, choice, kernel) for kind in kinds]
+    return Contest(family, case, case.operands(), cells)
+
+
+def contest_records(
+    contests: list[Contest], config: BenchConfig, console: Console
+) -> Iterator[dict[str, Any]]:
+    """The records of several problems; all contenders are compiled together, first."""
+    functions = {(i, n): f for i, c in enumerate(contests) for n, f in c.functions().items()}
+    compiled, failed = compile_all(functions, workers=16)
+    for (i, name), error in failed.items():
+        raise RuntimeError(f"{contests[i].case}: {name} does not run") from error
+    for i, one in enumerate(contests):
+        runs = {name: run for (j, name), run in compiled.items() if i == j}
+        yield from cell_records(one, runs, config, console)
+
+
+def cell_records(
+    contest: Contest, compiled: dict[str, Compiled], config: BenchConfig, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Every cell of one problem: what dispatch picks, the kernel, the baselines."""
+    case, sets, cells = contest.case, contest.operands, contest.cells
+    facts, m = case.facts, case.facts.m
+    masks = [make_mask(cell.kind, m, case.groups, cell.sparsity) for cell in cells]
     layouts = [pallas_kernels.mask_layout(mask) for mask in masks]
     turns = {}
-    for i, (_, _, _, kernel) in enumerate(cells):
+    for i, cell in enumerate(cells):
         calls = [(*operands, layouts[i]) for operands in sets]
-        for name in ("dense", "dense+zeros", str(kernel)):
+        for name in ("dense", "dense+zeros", str(cell.kernel)):
             turns[i, name] = (compiled[name], calls)
     timings = time_interleaved(turns, config.rounds)
-    for i, (s, kind, _, _) in enumerate(cells):
+    for i, cell in enumerate(cells):
         naive = m in config.naive_tokens and facts.group in config.naive_groups
-        if naive and s == 0.5 and kind == "random":
+        if naive and cell.sparsity == 0.5 and cell.kind == "random":
             arguments = (*sets[0], layouts[i])
             extra = _naive(case, layouts[i], arguments, console)
             both = {(i, name): (contender, [arguments]) for name, contender in extra.items()}
@@ -188,17 +225,17 @@ def case_records(
     expected = {}
     if m <= config.error_tokens:
         wide = tuple(a.astype(jnp.float32) for a in sets[0])
-        for i, (_, kind, _, _) in enumerate(cells):
-            if kind == "random" and bool(masks[i].any()):
+        for i, cell in enumerate(cells):
+            if cell.kind == "random" and bool(masks[i].any()):
                 expected[i] = case.pruned("reference")(*wide, layouts[i])
     for (i, name), (contender, calls) in turns.items():
-        s, kind, choice, kernel = cells[i]
-        dispatched = "dense+zeros" if choice.implementation == "dense" else str(kernel)
-        row = _row(family, case, masks[i], s, kind, timings[i, name], timings[i, "dense"])
-        named = {str(kernel): "triton", "dense+zeros": "dense", "dense": "dense-unmasked"}
+        cell, kernel = cells[i], str(cells[i].kernel)
+        dispatched = "dense+zeros" if cell.choice.implementation == "dense" else kernel
+        row = _row(contest, cell, masks[i], timings[i, name], timings[i, "dense"])
+        named = {kernel: "triton", "dense+zeros": "dense", "dense": "dense-unmasked"}
         row["implementation"] = named.get(name, name)
         row["dispatched"] = name == dispatched
-        row["config"] = to_json(kernel) if name == str(kernel) else None
+        row["config"] = to_json(cell.kernel) if name == kernel else None
         row["temporary_bytes"] = contender.temporary_bytes
         row["peak_bytes"] = contender.temporary_bytes + contender.output_bytes
         row["rel_error"] = None
@@ -217,14 +254,9 @@ def _naive(case: Case, layout, arguments, console: Console) -> dict[str, Compile
 
 
 def _row(
-    family: Family,
-    case: Case,
-    mask: jax.Array,
-    s: float,
-    kind: str,
-    timing: Timing,
-    baseline: Timing,
+    contest: Contest, cell: Cell, mask: jax.Array, timing: Timing, baseline: Timing
 ) -> dict[str, Any]:
+    family, case, s = contest.family, contest.case, cell.sparsity
     kept = float(mask.mean())
     return {
         "op": case.facts.op,
@@ -233,7 +265,7 @@ def _row(
         "expected_sparsity": s,
         "dtype": case.facts.dtype,
         "sparsity": 1.0 - kept,
-        "mask": kind if s > 0.0 else "all_on",
+        "mask": cell.kind if s > 0.0 else "all_on",
         "ms": timing.ms,
         "samples_ms": timing.samples_ms,
         "dense_ms": baseline.ms,

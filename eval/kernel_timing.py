@@ -45,9 +45,9 @@ class Timing:
         return statistics.median(self.samples_ms)
 
 
-def compile_all(
-    functions: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int = 8
-) -> tuple[dict[str, Compiled], dict[str, Exception]]:
+def compile_all[Name: Hashable](
+    functions: Mapping[Name, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int = 8
+) -> tuple[dict[Name, Compiled], dict[Name, Exception]]:
     """Compile `name -> (function, example arguments)` side by side, and run each once.
 
     Returns the compiled functions and, for those that do not compile or launch, the error.
@@ -73,8 +73,8 @@ def compile_all(
             memory.output_size_in_bytes,
         )
 
-    done: dict[str, Compiled] = {}
-    failed: dict[str, Exception] = {}
+    done: dict[Name, Compiled] = {}
+    failed: dict[Name, Exception] = {}
     with ThreadPoolExecutor(workers) as pool:
         futures = {
             name: pool.submit(contextvars.copy_context().run, compile_one, item)

@@ -7,6 +7,7 @@ and candidates with a wrong result stop the run.
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +62,26 @@ def main(config: TuneConfig) -> tuned.Table:
     refused = 0
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("tuning", total=len(cases))
-        for case in cases:
-            name = f"{case.facts.op} m={case.facts.m} group={case.facts.group}"
-            progress.update(task, description=name)
+        for _, alike in itertools.groupby(cases, lambda case: (case.facts.op, case.facts.m)):
+            batch = list(alike)
+            progress.update(task, description=f"{batch[0].facts.op} m={batch[0].facts.m}")
             done = {entry.key for entry in table.entries}
-            missing = [s for s in config.sparsities if _dense_entry(case, s).key not in done]
-            if missing:
-                entries, failures = tune(case, missing, device, config.rounds)
+            trials = []
+            for case in batch:
+                missing = [s for s in config.sparsities if _dense_entry(case, s).key not in done]
+                if missing:
+                    trials.append(trial(case, missing, device))
+                else:
+                    progress.advance(task)
+            for entries, failures in measure(trials, config.rounds):
                 refused += len(failures)
                 for candidate, reason in failures.items():
-                    console.print(f"  not run: {name} {candidate}: {reason}")
+                    console.print(f"  not run: {candidate}: {reason}")
                 table = dataclasses.replace(table, entries=(*table.entries, *entries))
                 tuned.write(table, path)
                 for entry in entries:
                     console.print(_line(entry))
-            progress.advance(task)
+                progress.advance(task)
     console.print(f"{len(table.entries)} problems in {path}; {refused} candidates could not run")
     return table
 
@@ -99,11 +105,26 @@ def _dense_entry(case: Case, sparsity: float) -> tuned.Entry:
     )
 
 
-def tune(
-    case: Case, sparsities: list[float], device: Device, rounds: int
-) -> tuple[list[tuned.Entry], dict[str, str]]:
-    """Measure all candidates at the given sparsities: the winners, and what could not run."""
-    operands, m = case.operands(), case.facts.m
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One problem with the configs that compete for it, and a layout a sparsity."""
+
+    case: Case
+    operands: list[tuple[Any, ...]]
+    layouts: dict[float, Any]
+    configs: dict[str, Config]
+
+    def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Everybody who takes part: dense with and without zeros, and the kernels."""
+        example = (*self.operands[0], next(iter(self.layouts.values())))
+        found = {"dense": self.case.pruned("dense"), "plain": self.case.dense()}
+        found |= {n: self.case.pruned("triton", config) for n, config in self.configs.items()}
+        return {name: (run, example) for name, run in found.items()}
+
+
+def trial(case: Case, sparsities: list[float], device: Device) -> Trial:
+    """The trial of a problem at the given sparsities: its operands, masks and candidates."""
+    m = case.facts.m
     kind = "clustered" if 1 < m <= SMALL_TOKENS else "random"
     layouts = {}
     for s in sparsities:
@@ -111,33 +132,43 @@ def tune(
         if m == 1 and s > 0:  # exactly the sparsity asked for
             mask = ((jnp.arange(case.groups) * s) % 1.0 < 1.0 - s)[None, :]
         layouts[s] = pallas_kernels.mask_layout(mask)
-    example = (*operands[0], layouts[sparsities[0]])
-    functions = {"dense": (case.pruned("dense"), example), "plain": (case.dense(), example)}
-    configs = {str(c): c for c in case.candidates(device)}
-    for name, config in configs.items():
-        functions[name] = (case.pruned("triton", config), example)
-    compiled, failures = compile_all(functions, workers=14)
-    for required in ("dense", "plain"):
-        if required in failures:
-            raise failures[required]
-    entries = []
-    for s in sparsities:
-        _check(case, compiled, configs, (*operands[0], layouts[s]))
-        sets = [(*o, layouts[s]) for o in operands]
-        timings = time_interleaved({n: (c, sets) for n, c in compiled.items()}, rounds)
-        baseline = min(timings["dense"].ms, timings["plain"].ms)
-        best = min((n for n in timings if n != "plain"), key=lambda n: timings[n].ms)
-        fastest = min(configs.keys() & timings.keys(), key=lambda n: timings[n].ms, default=None)
-        entries.append(
-            dataclasses.replace(
-                _dense_entry(case, s),
-                implementation="dense" if best == "dense" else "triton",
-                config=None if fastest is None else configs[fastest],
-                ms=round(timings[best].ms, 5),
-                dense_ms=round(baseline, 5),
+    configs = {str(config): config for config in case.candidates(device)}
+    return Trial(case, case.operands(), layouts, configs)
+
+
+def measure(trials: list[Trial], rounds: int) -> Iterator[tuple[list[tuned.Entry], dict[str, str]]]:
+    """The winners of each trial, and what could not run. All are compiled together, first."""
+    functions = {(i, n): f for i, t in enumerate(trials) for n, f in t.functions().items()}
+    compiled, failures = compile_all(functions, workers=16)
+    for i, one in enumerate(trials):
+        failed = {name: error for (j, name), error in failures.items() if i == j}
+        for required in ("dense", "plain"):
+            if required in failed:
+                raise failed[required]
+        runs = {name: run for (j, name), run in compiled.items() if i == j}
+        for layout in one.layouts.values():
+            _check(one.case, runs, one.configs, (*one.operands[0], layout))
+        turns = {
+            (s, name): (run, [(*o, layout) for o in one.operands])
+            for s, layout in one.layouts.items()
+            for name, run in runs.items()
+        }
+        timings = time_interleaved(turns, rounds)
+        entries = []
+        for s in one.layouts:
+            ms = {name: timings[s, name].ms for name in runs}
+            best = min((name for name in ms if name != "plain"), key=ms.__getitem__)
+            fastest = min(one.configs.keys() & ms.keys(), key=ms.__getitem__, default=None)
+            entries.append(
+                dataclasses.replace(
+                    _dense_entry(one.case, s),
+                    implementation="dense" if best == "dense" else "triton",
+                    config=None if fastest is None else one.configs[fastest],
+                    ms=round(ms[best], 5),
+                    dense_ms=round(min(ms["dense"], ms["plain"]), 5),
+                )
             )
-        )
-    return entries, {name: repr(error)[:160] for name, error in failures.items()}
+        yield entries, {f"{one.case} {name}": repr(e)[:160] for name, e in failed.items()}
 
 
 def _check(
