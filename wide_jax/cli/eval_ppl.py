@@ -2,16 +2,17 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplexity
+from eval.records import append_record, commit, eval_record
 from eval.text import read_text, tokenize
 from eval.windows import WindowRule
 from wide_jax.cli.files import check_writable_file, write_json
-from wide_jax.cli.models import DType, load_model
+from wide_jax.cli.models import DType, LoadedModel, load_model
 from wide_jax.cli.progress import progress
 from wide_jax.cli.start import Platform, start
 from wide_jax.routing import AllOn
@@ -43,6 +44,8 @@ class Args:
     """Precision of weights and activations."""
     json: Path | None = None
     """Also write every figure to this file."""
+    record: Path | None = None
+    """Append a result record (suite `eval`, task named after the text's file) to this file."""
     platform: Annotated[Platform, tyro.conf.arg(metavar="{auto,cpu,gpu}")] = "auto"
     """Where to compute; `gpu` fails where there is none."""
 
@@ -53,6 +56,9 @@ def main(args: Args) -> None:
     text = read_text(args.data)
     if args.json is not None:
         check_writable_file(args.json)
+    if args.record is not None:
+        check_writable_file(args.record)
+        commit()  # asked once a process: what is committed while this runs is not what ran
     start(args.platform, console)
     loaded = load_model(console, args.model, dense=args.dense, dtype=args.dtype)
     model = loaded.model
@@ -75,12 +81,33 @@ def main(args: Args) -> None:
     report(console, result)
     if args.json is not None:
         write_json(args.json, {"model": loaded.name, "data": str(args.data), **result.to_json()})
+    if args.record is not None:
+        append_record(args.record, to_record(args, loaded, result))
 
 
 def report(console: Console, result: PerplexityResult) -> None:
     """Print the result's line and its accounting."""
     console.print(result.line(), highlight=False, soft_wrap=True)
     console.print(result.accounting.line(), highlight=False, soft_wrap=True)
+
+
+def to_record(args: Args, loaded: LoadedModel, result: PerplexityResult) -> dict[str, Any]:
+    """The result as a record of the `eval` suite."""
+    recipe = {"method": "dense"} if args.dense else loaded.recipe()
+    return eval_record(
+        model=loaded.fingerprint(),
+        name=loaded.name,
+        task=args.data.name.partition(".")[0],
+        metric="token_perplexity",
+        value=result.token_perplexity,
+        stderr=result.token_perplexity_stderr,
+        n=result.scored_tokens,
+        accounting=result.accounting.summary(),
+        recipe=recipe | {"dtype": args.dtype, "rule": args.rule, "window": args.window},
+        seed=recipe.get("seed"),
+        updates=recipe.get("updates"),
+        word_perplexity=result.word_perplexity,
+    )
 
 
 def _prefix_token(config) -> int:

@@ -75,7 +75,12 @@ def test_eval_ppl_prints_units_and_accounting(model_folder, text_file, tmp_path,
     record = json.loads(figures.read_text())
     assert record["token_perplexity"] > 1
     assert record["config"]["stride"] == 64
-    assert main([*arguments, "--window", "64", "--rule", "rolling"]) == 0
+    records = tmp_path / "eval.jsonl"
+    recording = ["--rule", "rolling", "--record", str(records)]
+    assert main([*arguments, "--window", "64", *recording]) == 0
+    (line,) = records.read_text().splitlines()
+    assert json.loads(line)["metric"] == "token_perplexity"
+    assert json.loads(line)["recipe"]["rule"] == "rolling"
 
 
 def test_generate_prints_text_and_respects_seeds(model_folder, tmp_path, capsys):
