@@ -151,7 +151,9 @@ def versions() -> dict[str, str | None]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit this code is at, with `+` if tracked files differ; None outside a checkout.
+    """The commit this code is at, with `+` if tracked files differ.
+
+    Outside a checkout what the environment's WIDE_COMMIT says: a copy of the files runs elsewhere.
 
     Asked once a process: a long command calls it when it starts, so that commits made while it
     runs do not get into its records.
@@ -161,7 +163,7 @@ def commit() -> str | None:
         head = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("WIDE_COMMIT")
     return head + ("+" if changed else "")
 
 
