@@ -31,7 +31,7 @@ def gemm_k(
     """See `reference.gemm_k`."""
     if isinstance(config, SmallConfig):
         return _small(h, w, layout, bias, residual, group_size, config)
-    order = layout.k_order or order_k_axis(layout.mask)
+    order = layout.k_order or order_k_axis(layout.mask, layout.count)
     m, n = h.shape[0], w.shape[0]
     arrays, scalars, out, constants, grid = tile_arguments(
         h, w, order, bias, residual, group_size, config

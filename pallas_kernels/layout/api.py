@@ -112,17 +112,20 @@ def mask_layout(
     order, count = _order(mask, implementation)
     k_order = None
     if k_axis and tokens > SMALL_TOKENS:
-        k_order = order_k_axis(mask, implementation=implementation)
+        k_order = order_k_axis(mask, count, implementation=implementation)
     return MaskLayout(mask, order, count, expected_sparsity, k_order)
 
 
 def order_k_axis(
     mask: Bool[Array, "M groups"],
+    count: Int32[Array, " groups"],
     *,
     size: int | None = None,
     implementation: LayoutImplementation | None = None,
 ) -> KOrder:
-    """The K-axis part of a layout by itself. `size`: groups of a super-group, up to 8.
+    """The K-axis part of a layout by itself, from its mask and count.
+
+    `size`: groups of a super-group, up to 8; None: what suits the shape.
 
     Raises `ValueError` on more tokens than a row's entry can name, or a size out of range.
     """
@@ -139,7 +142,7 @@ def order_k_axis(
         from pallas_kernels.layout.k_axis_triton import make_k_order
     else:
         from pallas_kernels.layout.k_axis import make_k_order
-    return make_k_order(mask, size)
+    return make_k_order(mask, count, size)
 
 
 # The Triton kernels keep the counts of all blocks of 256 tokens in registers.

@@ -12,10 +12,11 @@ pattern only and every token's sum over the super-group stays in registers.
                                                                  01: 1 4 7 .   group 0
 
 A node with fewer than FULL rows left over passes them on to its parent, the pattern with its lowest
-absent group added: those rows then ride in tiles that compute one group more than they need. That
-is what keeps tiles full, and with uniform patterns and half a tile of tokens each it pairs exactly
-the patterns that differ in one bit. The parent's parent has a higher lowest absent bit, so one pass
-over the bits visits every node after its children.
+absent bit added: those rows then ride in tiles that compute one group more than they need. That
+keeps tiles full, and with half a tile of tokens a pattern it pairs exactly the patterns that differ
+in the lowest bit. The parent's lowest absent bit is higher, so one pass over the bits visits every
+node after its children. Bits go to groups by how many tokens they have, the busiest lowest: it is
+the cheapest to add, as most tokens need it anyway.
 """
 
 import dataclasses
@@ -41,8 +42,8 @@ class KOrder:
         rows: `[super-groups, tiles * TILE]` int32: token + (its pattern << 24), row after row of
             tile after tile. Rows past a tile's own are not written.
         tiles: `[super-groups, tiles, 2]` int32: the tile's groups within the super-group, 4 bits
-            each, ascending from the lowest bits; and (number of groups) + (number of rows << 8).
-            Tiles that are not needed have 0 rows, and come last.
+            each from the lowest bits; and (number of groups) + (number of rows << 8). Tiles that
+            are not needed have 0 rows, and come last.
         size: groups of a super-group (static); the last super-group may have fewer.
     """
 
@@ -81,12 +82,20 @@ def tile_bound(tokens: int) -> int:
     return tokens // FULL + 1
 
 
-def make_k_order(mask: Bool[Array, "M groups"], size: int) -> KOrder:
+def make_k_order(
+    mask: Bool[Array, "M groups"], count: Int32[Array, " groups"], size: int
+) -> KOrder:
     """The specification, in jnp. Stable: tokens of a pattern keep their order."""
     tokens, groups = mask.shape
     supers, patterns, tiles = math.ceil(groups / size), 1 << size, tile_bound(tokens)
-    bits = jnp.pad(mask, ((0, 0), (0, supers * size - groups))).reshape(tokens, supers, size)
-    pattern = jnp.sum(bits << jnp.arange(size), axis=2, dtype=jnp.int32).T  # [supers, M]
+    padding = supers * size - groups
+    bits = jnp.pad(mask, ((0, 0), (0, padding))).reshape(tokens, supers, size)
+    own = jnp.sum(bits << jnp.arange(size), axis=2, dtype=jnp.int32).T  # [supers, M]
+    # The bit of a group in a node: the busiest group's is the lowest.
+    counts = jnp.pad(count, (0, padding), constant_values=-1).reshape(supers, size)
+    by_count = jnp.argsort(-counts, axis=1, stable=True)  # [supers, bit] -> group
+    bit_of = jnp.argsort(by_count, axis=1)  # [supers, group] -> bit
+    pattern = jnp.sum(bits << bit_of, axis=2, dtype=jnp.int32).T
     order = jnp.argsort(pattern, axis=1, stable=True)
     ordered = jnp.take_along_axis(pattern, order, axis=1)
     start = jax.vmap(lambda p: jnp.searchsorted(p, jnp.arange(patterns)))(ordered)
@@ -98,8 +107,9 @@ def make_k_order(mask: Bool[Array, "M groups"], size: int) -> KOrder:
     own_rows = jnp.minimum(jnp.take_along_axis(plan.keep, node, axis=1) - rank, TILE)
     super_index = jnp.arange(supers)[:, None]
     rows = jnp.zeros((supers, tiles * TILE), jnp.int32)
-    rows = rows.at[super_index, slot].set(order.astype(jnp.int32) | ordered << 24)
-    listed, length = group_list(node, size)
+    own = jnp.take_along_axis(own, order, axis=1)
+    rows = rows.at[super_index, slot].set(order.astype(jnp.int32) | own << 24)
+    listed, length = group_list(node, by_count.astype(jnp.int32))
     described = jnp.stack([listed, length | own_rows << 8], axis=-1)
     tile = jnp.where(slot % TILE == 0, slot // TILE, tiles)  # others are dropped
     found = jnp.zeros((supers, tiles, 2), jnp.int32)
@@ -143,13 +153,13 @@ def follow(
 
 
 def group_list(
-    pattern: Int32[Array, "..."], size: int
-) -> tuple[Int32[Array, "..."], Int32[Array, "..."]]:
-    """The set bits of a pattern, 4 bits each, ascending from the lowest; and how many they are."""
-    listed = jnp.zeros_like(pattern)
-    length = jnp.zeros_like(pattern)
-    for bit in range(size):
-        on = pattern >> bit & 1
-        listed = listed | on * (bit << 4 * length)
+    node: Int32[Array, "supers M"], by_count: Int32[Array, "supers bits"]
+) -> tuple[Int32[Array, "supers M"], Int32[Array, "supers M"]]:
+    """The groups of a node's bits, 4 bits each from the lowest bits; and how many they are."""
+    listed = jnp.zeros_like(node)
+    length = jnp.zeros_like(node)
+    for bit in range(by_count.shape[1]):
+        on = node >> bit & 1
+        listed = listed | on * (by_count[:, bit, None] << 4 * length)
         length = length + on
     return listed, length

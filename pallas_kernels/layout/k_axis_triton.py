@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 import triton.language as tl
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
@@ -23,21 +23,35 @@ CHUNK = 32  # tokens compared, or block counts summed, at a time
 
 
 @jit
-def patterns_of(mask, tokens, M, first_group, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """The bits of the super-group's groups for some tokens; all on past the end."""
-    bit = tl.arange(0, 8)
-    group = first_group + bit
+def bits_of(count, first_group, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """The bit of each of the super-group's groups in a node: 0 for the busiest. 8 or more: none."""
+    one = tl.arange(0, 8)
+    group = first_group + one
+    inside = (one < SIZE) & (group < GROUPS)
+    own = tl.load(count + group, mask=inside, other=-1)
+    # The same numbers along the other axis: loaded again rather than moved between threads.
+    theirs = tl.load(count + group[None, :], mask=inside[None, :], other=-1)
+    first = (theirs > own[:, None]) | ((theirs == own[:, None]) & (one[None, :] < one[:, None]))
+    return tl.sum(first.to(tl.int32), axis=1)
+
+
+@jit
+def patterns_of(mask, tokens, M, bits, first_group, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """`1 << bits[group]` for the groups that are on, for some tokens; 0 past the end."""
+    one = tl.arange(0, 8)
+    group = first_group + one
     on = tl.load(
         mask + tokens.to(tl.int64)[:, None] * GROUPS + group[None, :],
-        mask=(tokens < M)[:, None] & ((bit < SIZE) & (group < GROUPS))[None, :],
+        mask=(tokens < M)[:, None] & ((one < SIZE) & (group < GROUPS))[None, :],
         other=0,
     )
-    return tl.sum(on.to(tl.int32) << bit[None, :], axis=1)
+    return tl.sum(on.to(tl.int32) << bits[None, :], axis=1)
 
 
 @jit
 def k_count_kernel(
     mask,
+    count,
     M,
     blocks,
     partial,
@@ -53,18 +67,21 @@ def k_count_kernel(
     block = pid // SUPERS
     super_group = pid % SUPERS
     bins = tl.arange(0, PATTERNS)
-    count = tl.zeros((PATTERNS,), tl.int32)
+    first_group = super_group * SIZE
+    bits = bits_of(count, first_group, GROUPS, SIZE)
+    total = tl.zeros((PATTERNS,), tl.int32)
     for start in range(0, BLOCK_M, CHUNK):
         tokens = block * BLOCK_M + start + tl.arange(0, CHUNK)
-        pattern = patterns_of(mask, tokens, M, super_group * SIZE, GROUPS, SIZE)
+        pattern = patterns_of(mask, tokens, M, bits, first_group, GROUPS, SIZE)
         same = (bins[:, None] == pattern[None, :]) & (tokens < M)[None, :]
-        count += tl.sum(same.to(tl.int32), axis=1)
-    tl.store(partial + (super_group * blocks + block) * PATTERNS + bins, count)
+        total += tl.sum(same.to(tl.int32), axis=1)
+    tl.store(partial + (super_group * blocks + block) * PATTERNS + bins, total)
 
 
 @jit
 def k_place_kernel(
     mask,
+    count,
     partial,
     M,
     blocks,
@@ -120,11 +137,14 @@ def k_place_kernel(
     # Where this block's tokens go: `follow` of the specification.
     lanes = tl.arange(0, BLOCK_M)
     tokens = block * BLOCK_M + lanes
-    pattern = patterns_of(mask, tokens, M, super_group * SIZE, GROUPS, SIZE)
+    first_group = super_group * SIZE
+    bits = bits_of(count, first_group, GROUPS, SIZE)
+    pattern = patterns_of(mask, tokens, M, bits, first_group, GROUPS, SIZE)
     rank = tl.gather(before, pattern, 0)
     for start in range(0, BLOCK_M, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        theirs = patterns_of(mask, block * BLOCK_M + others, M, super_group * SIZE, GROUPS, SIZE)
+        block_tokens = block * BLOCK_M + others
+        theirs = patterns_of(mask, block_tokens, M, bits, first_group, GROUPS, SIZE)
         earlier = (pattern[:, None] == theirs[None, :]) & (others[None, :] < lanes[:, None])
         rank += tl.sum(earlier.to(tl.int32), axis=1)
     node = pattern
@@ -137,14 +157,17 @@ def k_place_kernel(
     slot = tl.gather(base, node, 0) + rank
     ok = tokens < M
     super_rows = rows_out + super_group.to(tl.int64) * tiles * TILE
-    tl.store(super_rows + slot, tokens | (pattern << 24), mask=ok)
+    one = tl.arange(0, 8)
+    own = patterns_of(mask, tokens, M, one, first_group, GROUPS, SIZE)
+    tl.store(super_rows + slot, tokens | (own << 24), mask=ok)
 
     # The first row of a tile describes it.
     listed = tl.zeros((BLOCK_M,), tl.int32)
     length = tl.zeros((BLOCK_M,), tl.int32)
     for bit in tl.static_range(SIZE):
         on = (node >> bit) & 1
-        listed |= on * (bit << (4 * length))
+        group = tl.sum(tl.where(bits == bit, one, 0), axis=0)
+        listed |= on * (group << (4 * length))
         length += on
     own_rows = tl.minimum(tl.gather(keep, node, 0) - rank, TILE)
     first = ok & (slot % TILE == 0)
@@ -159,7 +182,9 @@ def k_place_kernel(
             tl.store(unused + 1, tl.zeros((CHUNK,), tl.int32), mask=tile < tiles)
 
 
-def make_k_order(mask: Bool[Array, "M groups"], size: int) -> KOrder:
+def make_k_order(
+    mask: Bool[Array, "M groups"], count: Int32[Array, " groups"], size: int
+) -> KOrder:
     """See `k_axis.make_k_order`. Rows past a tile's own hold whatever was there."""
     triton_support.require_device("mask_layout", current_device().capability)
     tokens, groups = mask.shape
@@ -171,7 +196,7 @@ def make_k_order(mask: Bool[Array, "M groups"], size: int) -> KOrder:
     constants = dict(GROUPS=groups, SIZE=size, BLOCK_M=BLOCK_M, CHUNK=CHUNK)
     (partial,) = triton_support.launch(
         k_count_kernel,
-        [mask],
+        [mask, count],
         [tokens, blocks],
         [jax.ShapeDtypeStruct((supers, blocks, 1 << size), jnp.int32)],
         grid=blocks * supers,
@@ -181,7 +206,7 @@ def make_k_order(mask: Bool[Array, "M groups"], size: int) -> KOrder:
     )
     rows, described = triton_support.launch(
         k_place_kernel,
-        [mask, partial],
+        [mask, count, partial],
         [tokens, blocks, tiles],
         [
             jax.ShapeDtypeStruct((supers, tiles * TILE), jnp.int32),
