@@ -11,6 +11,7 @@ from pallas_kernels._attention.config import AttentionImplementation
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layout.api import LayoutImplementation
 from pallas_kernels.norm_route.api import RouteImplementation
+from pallas_kernels.rope_cache.api import RopeImplementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Kernels:
     ffn_sparsity: float | None = None
     norm_route: RouteImplementation | None = None
     mask_layout: LayoutImplementation | None = None
+    rope_cache: RopeImplementation | None = None
     gemm_mn: Implementation | None = None
     swiglu_up: Implementation | None = None
     gemm_k: Implementation | None = None

@@ -1,7 +1,7 @@
 """One decoder layer through `pallas_kernels`: what inference runs where a model has `Kernels`.
 
     x -> norm_route -> mask -> mask_layout          one decision, one layout a sublayer
-         gemm_mn (q) -> rotate -> attention -> gemm_k (o) -> + x
+         gemm_mn (q) -> rope_cache -> attention -> gemm_k (o) -> + x
     x -> norm_route -> mask -> mask_layout
          swiglu_up (gate, up) -> gemm_k (down) -> + x
 
@@ -26,6 +26,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
+from pallas_kernels.rope_cache import rope_cache
 from wide_jax.attention import Attention, AttentionInputs
 from wide_jax.cache import LayerCache
 from wide_jax.config import ModelConfig
@@ -128,9 +129,10 @@ def _layout(
     sparsity: float | None,
     kernels: Kernels,
 ) -> MaskLayout:
-    real = (shared.segment_ids > 0)[..., None]
+    if mask.shape[:2] != (1, 1):  # one token is real, or the step does not matter
+        mask = mask & (shared.segment_ids > 0)[..., None]
     return mask_layout(
-        (mask & real).reshape(-1, mask.shape[-1]),
+        mask.reshape(-1, mask.shape[-1]),
         expected_sparsity=sparsity,
         implementation=kernels.mask_layout,
     )
@@ -152,17 +154,45 @@ def attend(
         proj(decision.normed).reshape(rows, tokens, -1, attention.head_dim)
         for proj in (attention.k_proj, attention.v_proj)
     )
-    if attention.q_norm is not None and attention.k_norm is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    q = rotate(q, shared.cos, shared.sin)
-    k = rotate(k, shared.cos, shared.sin)
-    if cache is not None:
-        cache = cache.write(k, v, shared.slots)
+    if cache is None:
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = (rotate(x, shared.cos, shared.sin) for x in (q, k))
+    else:
+        q, k, cache = _cached(attention, q, k, v, shared, cache, kernels)
     out = _attention(attention, q, k, v, decision, shared, cache, kernels)
     out = out.reshape(rows * tokens, -1)
     # Where everything runs, padding's heads are computed though its layout says off.
     zeroed = decision.mask is not None
     return _added(x, out, attention.o_proj, decision, kernels, zeroed=zeroed), cache
+
+
+def _cached(
+    attention: Attention,
+    q: Float[Array, "B T Hq d"],
+    k: Float[Array, "B T Hk d"],
+    v: Float[Array, "B T Hk d"],
+    shared: AttentionInputs,
+    cache: LayerCache,
+    kernels: Kernels,
+) -> tuple[Float[Array, "B T Hq d"], Float[Array, "B T Hk d"], LayerCache]:
+    """Queries and keys normed and rotated, and the cache with the new tokens."""
+    norms = attention.q_norm, attention.k_norm
+    q, k, keys, values = rope_cache(
+        q,
+        k,
+        v,
+        shared.cos,
+        shared.sin,
+        cache.keys,
+        cache.values,
+        shared.slots,
+        q_norm=None if norms[0] is None else norms[0].weight[...],
+        k_norm=None if norms[1] is None else norms[1].weight[...],
+        eps=0.0 if norms[0] is None else norms[0].eps,
+        implementation=kernels.rope_cache,
+    )
+    return q, k, LayerCache(keys, values)
 
 
 def _attention(

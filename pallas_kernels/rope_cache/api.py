@@ -1,0 +1,102 @@
+"""The public function of the fused rotation and cache write."""
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._common import triton_support
+from pallas_kernels._common.checks import DTYPES
+from pallas_kernels._common.device import current_device
+
+RopeImplementation = Literal["reference", "triton"]
+
+
+def rope_cache(
+    q: Float[Array, "B T Hq d"],
+    k: Float[Array, "B T Hk d"],
+    v: Float[Array, "B T Hk d"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    keys: Float[Array, "B S Hk d"],
+    values: Float[Array, "B S Hk d"],
+    slots: Int[Array, "B T"],
+    *,
+    q_norm: Float[Array, " d"] | None = None,
+    k_norm: Float[Array, " d"] | None = None,
+    eps: float = 0.0,
+    implementation: RopeImplementation | None = None,
+) -> tuple[
+    Float[Array, "B T Hq d"],
+    Float[Array, "B T Hk d"],
+    Float[Array, "B S Hk d"],
+    Float[Array, "B S Hk d"],
+]:
+    """Rotated queries and keys, and the cache with the new keys and values at their slots.
+
+    Pairs (i, i + d/2) of a head are turned by the token's angles, in float32 (rotate-half, as
+    Hugging Face has it); before that, where given, each head of q and k is RMS-normed and weighted
+    (Qwen3). The cache is updated in place where XLA owns its buffers.
+
+    Args:
+        q, k, v: projections of the new tokens, bfloat16, float16 or float32.
+        cos, sin: of every token's angles, float32; `half` is d / 2.
+        keys, values: the cache, of any of these dtypes.
+        slots: where each token's key and value go; outside [0, S): nowhere (padding).
+        q_norm, k_norm: weights of the head norms, both or none.
+        eps: of the head norms.
+        implementation: `reference` (jnp) or `triton`: runs or raises. None: `triton` on a CUDA
+            device that can, else `reference`.
+
+    Returns:
+        q and k rotated, then keys and values.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, with the numbers.
+        NotImplementedError: the named implementation cannot run here; or the result of the kernel
+            is being differentiated.
+    """
+    _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm)
+    match implementation or default_rope_implementation():
+        case "reference":
+            from pallas_kernels.rope_cache.reference import rope_cache as run
+        case "triton":
+            from pallas_kernels.rope_cache.triton import rope_cache as run
+        case _:
+            raise ValueError(f"unknown {implementation=}; known: reference, triton")
+    return run(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps)
+
+
+def default_rope_implementation() -> RopeImplementation:
+    """What `rope_cache` runs when none is named."""
+    capability = current_device().capability
+    if capability is None or float(capability) < 8.0 or not triton_support.available():
+        return "reference"
+    return "triton"
+
+
+def _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm) -> None:
+    batch, tokens, _, d = q.shape
+    heads, capacity = k.shape[2], keys.shape[1]
+    expected: dict[str, tuple[jax.Array, tuple[int, ...]]] = {
+        "k": (k, (batch, tokens, heads, d)),
+        "v": (v, (batch, tokens, heads, d)),
+        "cos": (cos, (batch, tokens, d // 2)),
+        "sin": (sin, (batch, tokens, d // 2)),
+        "keys": (keys, (batch, capacity, heads, d)),
+        "values": (values, (batch, capacity, heads, d)),
+        "slots": (slots, (batch, tokens)),
+    }
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("rope_cache: give q_norm and k_norm, or none of them")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            expected[name] = (weight, (d,))
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"rope_cache: {name} is {array.shape}, expected {shape}")
+    if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"rope_cache: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: expected one of "
+            f"{', '.join(DTYPES)} for all three"
+        )
