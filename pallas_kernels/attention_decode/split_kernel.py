@@ -112,7 +112,7 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The softmax over all slots from those of the splits; 0 for a head that is off or sees none."""
+    """The softmax over all slots from the splits; 0 for a head that is off or sees none."""
     pid = tl.program_id(0)
     row = pid // HQ
     head = pid % HQ

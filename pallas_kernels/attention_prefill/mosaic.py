@@ -35,7 +35,7 @@ def attention(
     `from_start` promises that `low` is 0 wherever a query sees anything, `all_slots_real` that no
     slot holds a NaN that nobody should see.
     """
-    (b, t, hq, d), hk = q.shape, k.shape[2]
+    b, t, hq, d = q.shape
     if not isinstance(config, MosaicConfig):
         raise NotImplementedError(
             f"attention_prefill: mosaic has no form for {config}; use a MosaicConfig"

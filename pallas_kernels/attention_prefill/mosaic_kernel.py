@@ -70,7 +70,7 @@ def flash_attention(
         from_start: every query sees from slot 0 on.
         interpret: Pallas' interpreter parameters, for tests without a GPU.
     """
-    (hq, rows, padded, d), (slots, hk) = q.shape, k.shape[1:3]
+    (hq, rows, padded, d), hk = q.shape, k.shape[2]
     groups = low.shape[0]
     block_n, stages = config.block_n, config.stages
     factor = scale * LOG2_E
