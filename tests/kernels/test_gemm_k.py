@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gemm_k, mask_layout
+from pallas_kernels._common.config import KTileConfig, SmallConfig, TileConfig
 from pallas_kernels._common.testing import PATTERNS, random_mask, relative_error
-from tests.kernels.contract import Shape, poison_memory, running
+from pallas_kernels.gemm_k import triton as gemm_k_triton
+from pallas_kernels.gemm_k.shapes import DOWN_SHAPES, OUTPUT_SHAPES
+from tests.kernels.contract import ON_GPU, Shape, poison_memory, running
 
 IMPLEMENTATIONS = ("reference", "dense", "triton")
 KEY = jax.random.key(5)
@@ -125,6 +128,171 @@ def test_dtypes(implementation, dtype, tokens):
     check(implementation, shape, dtype, half(shape))
 
 
+# Two super-groups or more, several tiles, bands and column blocks; ragged in every direction.
+OWN_CONFIGS = (
+    (Shape(400, 72, 288, 32), KTileConfig(16, 32, 4, 2, column_tiles=3, band=2)),
+    (Shape(300, 40, 250, 26), KTileConfig(32, 16, 4, 2, column_tiles=1, band=3)),
+    (Shape(300, 72, 96, 32), KTileConfig(32, 16, 4, 2, column_tiles=2, band=1)),
+    (Shape(40, 72, 1200, 32), SmallConfig(16, 32, 4, 2)),
+    (Shape(1, 72, 250, 26), SmallConfig(8, 64, 4, 1)),
+)
+
+
+@pytest.mark.parametrize(("shape", "config"), OWN_CONFIGS, ids=str)
+@pytest.mark.parametrize("pattern", ["half", "ragged", "all_off"])
+def test_configs_change_speed_only(shape, config, pattern):
+    mask = PATTERNS[pattern](KEY, shape.m, groups(shape))
+    check("triton", shape, "bfloat16", mask, config=config)
+
+
+GROUPED = (
+    Shape(m=150, n=64, k=320, group=16),
+    Shape(m=70, n=40, k=144, group=48),
+    Shape(m=66, n=32, k=512, group=512),
+    Shape(m=5, n=100, k=257, group=48),
+)
+
+
+@pytest.mark.parametrize("shape", GROUPED, ids=str)
+def test_group_sizes(shape):
+    check("triton", shape, "bfloat16", half(shape), plain=True)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
+@pytest.mark.parametrize("tokens", [1, 33, 1000, 4096])
+@pytest.mark.parametrize("model", DOWN_SHAPES)
+@pytest.mark.parametrize("shapes", [DOWN_SHAPES, OUTPUT_SHAPES], ids=["down", "o"])
+def test_model_shapes(shapes, model, tokens):
+    given = shapes[model]
+    shape = Shape(tokens, given.n, given.k, given.group)
+    check("triton", shape, "bfloat16", half(shape))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("magnitude", [1e-20, 1e15])
+def test_partial_sums_keep_their_precision_at_any_magnitude(dtype, magnitude):
+    """Partial sums are 16 bits wide for 16-bit operands, but have a power of two of their own."""
+    shape = Shape(150, 64, 320, 32)
+    h, w, _, _ = operands(shape, dtype)
+    mask = half(shape)
+    h = (h * magnitude).astype(dtype)
+    expected = jnp.asarray(by_hand(h, w, None, None, mask, shape), jnp.float32)
+    y = run(zeroed(h, mask, shape, jnp.nan), w, None, None, mask, shape, "triton")
+    # Scaled back before the norm, which squares.
+    error = relative_error(y.astype(jnp.float32) / magnitude, expected / magnitude)
+    assert error <= {"bfloat16": 2.5e-3, "float32": 2e-6}[dtype]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:invalid value|All-NaN:RuntimeWarning"
+)  # the interpreter's NumPy
+def test_infinity_and_nan_of_active_work_show():
+    shape = Shape(150, 64, 320, 32)
+    h, w, _, _ = operands(shape, "bfloat16")
+    mask = half(shape).at[3].set(True).at[7].set(True)
+    h = h.at[3, 40].set(jnp.inf).at[7, 40].set(jnp.nan)
+    y = np.asarray(run(h, w, None, None, mask, shape, "triton"), np.float32)
+    assert not np.isfinite(y[3]).any()
+    assert np.isnan(y[7]).all()
+    assert np.isfinite(np.delete(y, [3, 7], axis=0)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 200])
+def test_reruns_are_bit_identical_and_leave_nothing_behind(tokens):
+    """Ten calls (100 on a GPU) alternating with a fuller and an empty mask."""
+    shape = Shape(tokens, 48, 320, 32)
+    h, w, _, residual = operands(shape, "bfloat16")
+    masks = [half(shape), jnp.ones((tokens, 10), bool), jnp.zeros((tokens, 10), bool)]
+
+    def values(mask):
+        return np.asarray(run(h, w, None, residual, mask, shape, "triton"), np.float32)
+
+    first = [values(mask) for mask in masks]
+    poison_memory()
+    for _ in range(30 if ON_GPU else 1):
+        for mask, before in zip(masks[::-1], first[::-1], strict=True):
+            np.testing.assert_array_equal(values(mask), before)
+    np.testing.assert_array_equal(first[2], np.asarray(residual, np.float32))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "triton"])
+@pytest.mark.parametrize("tokens", [1, 80])
+def test_case_E9_vmap_equals_a_loop(implementation, tokens):
+    shape = Shape(tokens, 32, 64, 16)
+    h, w, _, _ = operands(shape, "float32")
+    hs = jnp.stack([h, 2 * h])
+    masks = jnp.stack([random_mask(jax.random.key(i), tokens, 4, 0.5) for i in range(2)])
+
+    def one(h, mask):
+        layout = mask_layout(mask, k_axis=True, implementation="xla")
+        return gemm_k(h, w, layout, implementation=implementation)
+
+    with running(implementation):
+        looped = jnp.stack([one(h, mask) for h, mask in zip(hs, masks, strict=True)])
+        np.testing.assert_allclose(jax.vmap(one)(hs, masks), looped, rtol=1e-6, atol=1e-6)
+
+
+def test_differentiating_a_kernel_raises():
+    shape = Shape(20, 48, 64, 32)
+    h, w, _, _ = operands(shape, "float32")
+    layout = mask_layout(half(shape))
+    with running("triton"), pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda h: gemm_k(h, w, layout, implementation="triton").sum())(h)
+
+
+def test_a_layout_made_ahead_gives_the_same_bits():
+    shape = Shape(200, 48, 320, 32)
+    h, w, _, _ = operands(shape, "bfloat16")
+    mask = half(shape)
+    with running("triton"):
+        plain = gemm_k(h, w, mask_layout(mask), implementation="triton")
+        ahead = gemm_k(h, w, mask_layout(mask, k_axis=True), implementation="triton")
+    np.testing.assert_array_equal(np.asarray(plain, np.float32), np.asarray(ahead, np.float32))
+
+
+def test_case_E1_nothing_is_read_past_the_end():
+    """M=33, N=257, K=100 in groups of 48, and 97 tokens of the same; memory after them is NaN."""
+    for tokens in (33, 97):
+        shape = Shape(tokens, 257, 100, 48)
+        h, w, _, _ = operands(shape, "bfloat16")
+        larger = jnp.full((128, 100), jnp.nan, h.dtype).at[:tokens].set(h)[:tokens]
+        mask = half(shape)
+        y = run(larger, w, None, None, mask, shape, "triton")
+        expected = by_hand(h, w, None, None, mask, shape)
+        assert np.abs(np.asarray(y, np.float32) - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+def test_offsets_are_wide_exactly_where_an_array_passes_2_31_elements():
+    def wide(m, k):
+        seen = []
+
+        def trace(h, w, mask):
+            order = mask_layout(mask, k_axis=True, implementation="xla").k_order
+            arguments = gemm_k_triton.tile_arguments(
+                h, w, order, None, None, k // 8, KTileConfig(128, 64, 4, 3)
+            )
+            seen.append(arguments[3]["WIDE"])
+
+        shapes = (((m, k), jnp.bfloat16), ((64, k), jnp.bfloat16), ((m, 8), jnp.bool_))
+        jax.eval_shape(trace, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        return seen[0]
+
+    assert not wide(131_072, 16_376)
+    assert wide(131_072, 16_384)
+
+
+def test_wide_offsets_give_the_same_result(monkeypatch):
+    """The kernel body with 64-bit offsets, forced on a small shape."""
+    original = gemm_k_triton.tile_arguments
+
+    def forced(*args):
+        *rest, constants, grid = original(*args)
+        return *rest, constants | {"WIDE": True}, grid
+
+    monkeypatch.setattr(gemm_k_triton, "tile_arguments", forced)
+    check("triton", Shape(150, 48, 320, 32), "bfloat16", half(Shape(150, 48, 320, 32)))
+
+
 @each_implementation
 def test_zeroed_inputs_may_be_promised(implementation):
     """With zeros where a group is skipped, the promise changes nothing."""
@@ -182,6 +350,8 @@ def test_misfits_are_refused_with_numbers(implementation):
         ValueError, match="unknown implementation='cuda'; known: reference, dense, triton"
     ):
         gemm_k(h, w, layout, implementation="cuda")
+    with running("triton"), pytest.raises(ValueError, match="must be a KTileConfig or a Small"):
+        gemm_k(h, w, layout, implementation="triton", config=TileConfig(64, 32, 32, 4, 2))
 
 
 @each_implementation
