@@ -15,6 +15,7 @@ COMMANDS = {
     "calibrate": ("wide_jax.cli.calibrate", "train routers on a frozen model (stage 1)"),
     "recover": ("wide_jax.cli.recover", "train LoRA beside the routers (stage 2)"),
     "convert": ("wide_jax.cli.convert", "a checkpoint as a plain Hugging Face folder"),
+    "dial": ("wide_jax.cli.dial", "move a trained model's sparsity to a target, and back"),
     "export": ("wide_jax.cli.export", "a run as a folder that plain transformers loads"),
     "generate": ("wide_jax.cli.generate", "continue a prompt with a dense or a WIDE model"),
     "check": ("wide_jax.cli.check", "is a checkpoint whole and read rightly? before any training"),

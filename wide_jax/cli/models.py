@@ -93,5 +93,5 @@ def sparsity_hints(folder: Path) -> dict[str, float | None]:
     if not is_wide_folder(folder):
         return {"attention_sparsity": None, "ffn_sparsity": None}
     info = load_wide_info(folder)
-    rates = {**info.targets, **info.training.get("rates", {})}
+    rates = {**info.targets, **info.rates}
     return {f"{module}_sparsity": rates.get(module) for module in MODULES}

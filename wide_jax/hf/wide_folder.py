@@ -64,6 +64,7 @@ class WideInfo:
         budget: Which budget the routers were trained for (`paper`, `separate`, …).
         targets: Skip rates aimed at, by module, as fractions.
         training: Free summary of the training: updates, seed, data, losses.
+        rates: What the masks were measured to skip, by module, when `wide dial` set the thresholds.
         lora: `"adapter"` where the routers need the PEFT adapter beside them, `"merged"` where the
             weights were changed for them.
     """
@@ -74,6 +75,7 @@ class WideInfo:
     budget: str | None = None
     targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     lora: str | None = None
 
 
@@ -218,6 +220,7 @@ def load_wide_info(folder: str | Path, config: ModelConfig | None = None) -> Wid
             budget=raw.get("budget"),
             targets=dict(raw.get("targets") or {}),
             training=dict(raw.get("training") or {}),
+            rates=dict(raw.get("rates") or {}),
             lora=raw.get("lora"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -263,6 +266,28 @@ def load_wide_routers(
     }
 
 
+def set_thresholds(
+    folder: str | Path, *, attention: float, ffn: float, rates: Mapping[str, float]
+) -> None:
+    """Change what the routers' margins must reach, in one step; all else stays as it is.
+
+    Args:
+        folder: The WIDE model's folder.
+        attention, ffn: See `WideConfig`.
+        rates: What the masks skip with them, by module; empty where nobody measured.
+
+    Raises:
+        WideConfigError, FileNotFoundError: see `load_wide_info`.
+    """
+    info = load_wide_info(folder)
+    wide = dataclasses.replace(info.wide, attention_threshold=attention, ffn_threshold=ffn)
+    info = dataclasses.replace(info, wide=wide, rates=dict(rates))
+    path = Path(folder) / WIDE_CONFIG
+    unfinished = path.with_name(f".{WIDE_CONFIG}.unfinished")
+    write_json(unfinished, _to_json(info, read_config(base_folder(folder))))
+    unfinished.replace(path)
+
+
 def verify_base(folder: str | Path, config: ModelConfig, info: WideInfo) -> None:
     """Check that the base weights are those the routers were trained for; reads all of them.
 
@@ -297,6 +322,7 @@ def _to_json(info: WideInfo, config: ModelConfig) -> dict[str, Any]:
         "model": {key: getattr(config, key) for key in _MODEL_SIZES},
         "base": {"fingerprint": info.base_fingerprint, "path": info.base},
         "lora": info.lora,
+        "rates": dict(info.rates),
         "training": dict(info.training),
     }
 

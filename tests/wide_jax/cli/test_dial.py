@@ -1,0 +1,88 @@
+"""`wide dial` meets its target on the text, stores it, and takes it back."""
+
+import json
+
+import numpy as np
+import pytest
+
+from wide_jax.cli.dial import parse_targets
+from wide_jax.cli.main import main
+from wide_jax.config import WideConfig
+from wide_jax.dial import Goal, meet
+from wide_jax.hf.config import read_config
+from wide_jax.hf.pretrained import from_pretrained, save_pretrained
+from wide_jax.routing import MODULES
+
+
+@pytest.fixture
+def wide_folder(model_folder, tmp_path):
+    wide = WideConfig.for_model(read_config(model_folder), ffn_group_size=8)
+    model = from_pretrained(model_folder, wide=wide, seed=3)
+    return save_pretrained(model, tmp_path / "wide", base=model_folder)
+
+
+def evaluated(folder, text_file, tmp_path):
+    """Perplexity's accounting of the same windows, by another command."""
+    file = tmp_path / "figures.json"
+    options = ["--window", "64", "--max-windows", "16", "--json", str(file)]
+    assert main(["eval", "ppl", "--data", str(text_file), "--model", str(folder), *options]) == 0
+    return json.loads(file.read_text())["accounting"]
+
+
+def dial(folder, text_file, *options):
+    shared = ["--data", str(text_file), "--window", "64", "--windows", "16"]
+    return main(["dial", "--model", str(folder), *shared, *options])
+
+
+def test_a_target_is_met_stored_and_taken_back(wide_folder, text_file, tmp_path):
+    untouched = evaluated(wide_folder, text_file, tmp_path)
+    assert abs(untouched["flops"] - 0.25) > 0.02
+    assert dial(wide_folder, text_file, "--target", "flops=0.25") == 0
+    dialled = evaluated(wide_folder, text_file, tmp_path)
+    assert abs(dialled["flops"] - 0.25) < 0.01
+    stored = json.loads((wide_folder / "wide_config.json").read_text())
+    assert stored["attention_threshold"] == stored["ffn_threshold"] != 0
+    for module in MODULES:
+        assert stored["rates"][module] == pytest.approx(dialled[module], abs=1e-6)
+    # A second dial starts from the first one's thresholds, and modules can be set apart.
+    assert dial(wide_folder, text_file, "--target", "attention=0.6", "ffn=0.2") == 0
+    apart = evaluated(wide_folder, text_file, tmp_path)
+    assert abs(apart["attention"] - 0.6) < 0.02
+    assert abs(apart["ffn"] - 0.2) < 0.02
+    assert main(["dial", "--model", str(wide_folder), "--reset"]) == 0
+    assert evaluated(wide_folder, text_file, tmp_path) == untouched
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ((), "give one of paper"),
+        (("flops=0.4", "paper=0.2"), "give one of paper"),
+        (("flops=0.4", "ffn=0.2"), "give one of paper"),
+        (("speed=2",), "unknown figure 'speed'"),
+        (("flops=half",), "expected a fraction"),
+        (("flops=1.0",), "at least 0 and below 1"),
+    ],
+)
+def test_targets_that_make_no_sense_are_refused(targets, message):
+    with pytest.raises(ValueError, match=message):
+        parse_targets(targets, one_router=False)
+
+
+def test_a_folder_without_routers_is_refused_before_it_is_loaded(model_folder, capsys):
+    assert main(["dial", "--model", str(model_folder), "--target", "flops=0.4"]) == 1
+    assert "no wide_config.json" in capsys.readouterr().err
+
+
+def test_search_finds_coupled_targets():
+    """The FFN's rate also depends on attention's masks; both end where they should."""
+
+    def skipped(biases):
+        attention = 1 / (1 + np.exp(1.0 + biases["attention"]))
+        ffn = 1 / (1 + np.exp(2.0 + biases["ffn"] - attention))
+        return {"attention": attention, "ffn": ffn}
+
+    found = meet([Goal(("attention",), "attention", 0.7), Goal(("ffn",), "ffn", 0.3)], skipped)
+    assert found.after == pytest.approx({"attention": 0.7, "ffn": 0.3}, abs=1e-3)
+    assert found.after == skipped(found.biases)
+    assert found.before == skipped({"attention": 0.0, "ffn": 0.0})
