@@ -1,15 +1,15 @@
-"""`norm_route` in Triton: one pass over x for many tokens, two short kernels for few.
+"""`norm_route` in Triton: one pass over x for many tokens, one short kernel for few.
 
 Many tokens (`rows_kernel`): a program takes BLOCK_M tokens through all of D twice. The first pass
 adds up squares and the compressor's sums, the second, from the L2 cache, writes the normed values.
 
-    16-bit x:  x w = x hi + x mid + x low, with w = hi + mid + low in bfloat16: three products on
-               the tensor cores that are exact before their float32 sum (24 bits of w)
-    float32 x: float32 products on the ordinary units
+    bfloat16 x:  x w = x high + x middle + x low, w = high + middle + low in bfloat16: three
+                 products on the tensor cores, exact before their float32 sum (24 bits of w)
+    other x:     float32 products on the ordinary units
 
-Few tokens: the compressor's 16 KB a row would keep one multiprocessor busy for microseconds, so
-`compress_kernel` gives each of the R rows a program of its own (which also writes 1/R of the
-normed values), and `decide_kernel` turns the R sums into decisions.
+Few tokens (`step_kernel`): the compressor's 16 KB a row would keep one multiprocessor busy for
+microseconds, so each of the R rows has a program of its own, which also writes 1/R of the normed
+values; the program that finishes last turns the R sums into decisions.
 """
 
 import math
@@ -27,6 +27,7 @@ from pallas_kernels._common.jit import jit
 from pallas_kernels.norm_route.api import RouterWeights
 
 SMALL_TOKENS = 64
+MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
 BLOCK_G = 32
 NUM_WARPS = 4
 
@@ -48,7 +49,7 @@ def _margins(z, router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constex
 def rows_kernel(
     x,  # [M, D]
     norm_weight,  # [D]
-    compressor,  # [R, D]
+    compressor,  # [PARTS, R, D], parts that add up to the weight
     compressor_bias,  # [R]
     router,  # [2 GROUPS, R]
     router_bias,  # [2 GROUPS]
@@ -60,7 +61,7 @@ def rows_kernel(
     GROUPS: tl.constexpr,
     EPS: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    SPLIT: tl.constexpr,  # bfloat16 x: products of three bfloat16 parts of the weight
+    PARTS: tl.constexpr,  # 3 for bfloat16 x (small parts first), else 1
     RANKS: tl.constexpr,  # R rounded up to a power of two of at least 16
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,23 +77,16 @@ def rows_kernel(
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         a = tl.load(x_row + d[None, :], mask=token_ok[:, None] & (d < D)[None, :], other=0.0)
-        w = tl.load(
-            compressor + ranks[None, :] * D + d[:, None],
-            mask=(ranks < R)[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
         a32 = a.to(tl.float32)
         squares += tl.sum(a32 * a32, axis=1)
-        if SPLIT:
-            high = w.to(a.dtype)
-            rest = w - high.to(tl.float32)
-            middle = rest.to(a.dtype)
-            low = (rest - middle.to(tl.float32)).to(a.dtype)
-            z = tl.dot(a, low, z)
-            z = tl.dot(a, middle, z)
-            z = tl.dot(a, high, z)
-        else:
-            z = tl.dot(a32, w, z, input_precision="ieee")
+        w_tile = compressor + ranks[None, :] * D + d[:, None]
+        w_ok = (ranks < R)[None, :] & (d < D)[:, None]
+        for part in tl.static_range(PARTS):
+            w = tl.load(w_tile + part * R * D, mask=w_ok, other=0.0)
+            if PARTS == 1:  # noqa: SIM108 - chosen when the kernel is compiled
+                z = tl.dot(a32, w, z, input_precision="ieee")
+            else:
+                z = tl.dot(a, w, z)
     z += tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)[None, :]
 
     for first in range(0, GROUPS, BLOCK_G):
@@ -117,22 +111,31 @@ def rows_kernel(
 
 
 @jit
-def compress_kernel(
+def step_kernel(
+    arrived,  # [1], programs that have finished: 0 before and after
     x,  # [M, D]
     norm_weight,  # [D]
     compressor,  # [R, D]
     compressor_bias,  # [R]
+    router,  # [2 GROUPS, R]
+    router_bias,  # [2 GROUPS]
     M,
     normed,  # [M, D]
-    z,  # [M, R]
+    mask,  # [M, GROUPS] bool
+    z,  # [M, R], the compressed tokens
     D: tl.constexpr,
     R: tl.constexpr,
+    GROUPS: tl.constexpr,
     EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RANKS: tl.constexpr,
     TOKENS: tl.constexpr,  # M rounded up to a power of two
+    ROWS: tl.constexpr,  # the same, at least 16
     BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,  # ceil(D / R) rounded up to a power of two
 ):
-    """One row of the compressor for all tokens, and 1/R of the normed values."""
+    """One row of the compressor for all tokens and 1/R of the normed values; the last decides."""
     rank = tl.program_id(0)
     tokens = tl.arange(0, TOKENS)
     token_ok = tokens < M
@@ -161,37 +164,27 @@ def compress_kernel(
     result = weight.to(tl.float32)[None, :] * unit.to(tl.float32)
     tl.store(normed + tokens[:, None] * D + d[None, :], result.to(x.dtype.element_ty), mask=ok)
 
-
-@jit
-def decide_kernel(
-    z,  # [M, R]
-    router,  # [2 GROUPS, R]
-    router_bias,  # [2 GROUPS]
-    M,
-    mask,  # [M, GROUPS] bool
-    R: tl.constexpr,
-    GROUPS: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,  # M rounded up to a power of two of at least 16
-    BLOCK_G: tl.constexpr,
-):
-    """BLOCK_G groups' decisions for all tokens."""
-    groups = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
-    tokens = tl.arange(0, TOKENS)
-    ranks = tl.arange(0, RANKS)
-    token_ok = tokens < M
-    compressed = tl.load(
-        z + tokens[:, None] * R + ranks[None, :],
-        mask=token_ok[:, None] & (ranks < R)[None, :],
-        other=0.0,
-    )
-    margin = _margins(compressed, router, router_bias, groups, GROUPS, R, RANKS)
-    tl.store(
-        mask + tokens[:, None] * GROUPS + groups[None, :],
-        margin >= THRESHOLD,
-        mask=token_ok[:, None] & (groups < GROUPS)[None, :],
-    )
+    tl.debug_barrier()  # all threads' parts of z are written before the program says so
+    before = tl.atomic_add(arrived, 1, sem="acq_rel")
+    if before == R - 1:
+        rows = tl.arange(0, ROWS)
+        ranks = tl.arange(0, RANKS)
+        row_ok = rows < M
+        compressed = tl.load(
+            z + rows[:, None] * R + ranks[None, :],
+            mask=row_ok[:, None] & (ranks < R)[None, :],
+            other=0.0,
+            volatile=True,  # written by other programs: not from this one's L1
+        )
+        for first in range(0, GROUPS, BLOCK_G):
+            groups = first + tl.arange(0, BLOCK_G)
+            margin = _margins(compressed, router, router_bias, groups, GROUPS, R, RANKS)
+            tl.store(
+                mask + rows[:, None] * GROUPS + groups[None, :],
+                margin >= THRESHOLD,
+                mask=row_ok[:, None] & (groups < GROUPS)[None, :],
+            )
+        tl.store(arrived, 0)
 
 
 def norm_route(
@@ -203,75 +196,84 @@ def norm_route(
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"]]:
     """See `pallas_kernels.norm_route`."""
     triton_support.require_device("norm_route", current_device().capability)
-    m = x.shape[0]
-    normed = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    mask = jax.ShapeDtypeStruct((m, weights.groups), jnp.bool_)
-    constants = launch_constants(m, x.shape[1], x.dtype.name, weights, eps, threshold)
-    if "rows" in constants:
-        normed, mask = triton_support.launch(
-            rows_kernel,
+    m, rank = x.shape[0], weights.compressor.shape[0]
+    out = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((m, weights.groups), jnp.bool_),
+    ]
+    if m <= SMALL_TOKENS:
+        _, normed, mask, _ = triton_support.launch(
+            step_kernel,
             [x, norm_weight, *weights],
             [m],
-            [normed, mask],
-            grid=math.ceil(m / constants["rows"]["BLOCK_M"]),
-            constants=constants["rows"],
+            [*out, jax.ShapeDtypeStruct((m, rank), jnp.float32)],
+            grid=rank,
+            constants=step_constants(m, x.shape[1], weights, eps, threshold),
             num_warps=NUM_WARPS,
-            num_stages=3,
+            num_stages=2,
+            in_place=[jnp.zeros((1,), jnp.int32)],
         )
         return normed, mask
-    normed, z = triton_support.launch(
-        compress_kernel,
-        [x, norm_weight, weights.compressor, weights.compressor_bias],
+    constants = rows_constants(m, x.shape[1], x.dtype.name, weights, eps, threshold)
+    parts = split(weights.compressor) if constants["PARTS"] == 3 else weights.compressor
+    normed, mask = triton_support.launch(
+        rows_kernel,
+        [x, norm_weight, parts, *weights[1:]],
         [m],
-        [normed, jax.ShapeDtypeStruct((m, weights.compressor.shape[0]), jnp.float32)],
-        grid=weights.compressor.shape[0],
-        constants=constants["compress"],
+        out,
+        grid=math.ceil(m / constants["BLOCK_M"]),
+        constants=constants,
         num_warps=NUM_WARPS,
-        num_stages=2,
-    )
-    (mask,) = triton_support.launch(
-        decide_kernel,
-        [z, weights.router, weights.router_bias],
-        [m],
-        [mask],
-        grid=math.ceil(weights.groups / BLOCK_G),
-        constants=constants["decide"],
-        num_warps=NUM_WARPS,
-        num_stages=1,
+        num_stages=3,
     )
     return normed, mask
 
 
-def launch_constants(
-    m: int, hidden: int, dtype: str, weights: RouterWeights, eps: float, threshold: float
-) -> dict[str, dict[str, Any]]:
-    """Compile-time constants of the kernels that run for m tokens, by name.
+def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:
+    """Three bfloat16 parts that add up to a float32 weight, the small one first."""
+    parts, rest = [], w
+    for _ in range(3):
+        parts.append(rest.astype(jnp.bfloat16))
+        rest = rest - parts[-1].astype(jnp.float32)
+    return jnp.stack(parts[::-1])
 
-    Either `rows`, or `compress` and `decide`.
-    """
-    rank = weights.compressor.shape[0]
-    ranks = max(16, triton.next_power_of_2(rank))
-    shared: dict[str, Any] = dict(R=rank, GROUPS=weights.groups, THRESHOLD=threshold, RANKS=ranks)
-    if m <= SMALL_TOKENS:
-        tokens = triton.next_power_of_2(m)
-        return {
-            "compress": dict(
-                D=hidden,
-                R=rank,
-                EPS=eps,
-                TOKENS=tokens,
-                BLOCK_D=max(64, 2048 // tokens),
-                SLICE=triton.next_power_of_2(math.ceil(hidden / rank)),
-            ),
-            "decide": shared | dict(TOKENS=max(16, tokens), BLOCK_G=BLOCK_G),
-        }
-    split = dtype == "bfloat16"
-    rows = dict(
+
+def step_constants(
+    m: int, hidden: int, weights: RouterWeights, eps: float, threshold: float
+) -> dict[str, Any]:
+    """Compile-time constants of `step_kernel`."""
+    rank, tokens = weights.compressor.shape[0], triton.next_power_of_2(m)
+    return dict(
         D=hidden,
+        R=rank,
+        GROUPS=weights.groups,
         EPS=eps,
-        SPLIT=split,
-        BLOCK_M=32 if split else 16,
-        BLOCK_D=64 if split else 32,
+        THRESHOLD=threshold,
+        RANKS=max(16, triton.next_power_of_2(rank)),
+        TOKENS=tokens,
+        ROWS=max(16, tokens),
+        BLOCK_D=max(64, 4096 // tokens),
+        BLOCK_G=BLOCK_G,
+        SLICE=triton.next_power_of_2(math.ceil(hidden / rank)),
+    )
+
+
+def rows_constants(
+    m: int, hidden: int, dtype: str, weights: RouterWeights, eps: float, threshold: float
+) -> dict[str, Any]:
+    """Compile-time constants of `rows_kernel`."""
+    rank = weights.compressor.shape[0]
+    parts = 3 if dtype == "bfloat16" else 1
+    return dict(
+        D=hidden,
+        R=rank,
+        GROUPS=weights.groups,
+        EPS=eps,
+        THRESHOLD=threshold,
+        PARTS=parts,
+        RANKS=max(16, triton.next_power_of_2(rank)),
+        # Enough programs for the card before enough work for each.
+        BLOCK_M=64 if parts == 3 and m >= MANY_TOKENS else 16,
+        BLOCK_D=64 if parts == 3 else 32,
         BLOCK_G=BLOCK_G,
     )
-    return {"rows": shared | rows}
