@@ -153,17 +153,20 @@ def versions() -> dict[str, str | None]:
 def commit() -> str | None:
     """The commit this code is at, with `+` if tracked files differ.
 
-    Outside a checkout what the environment's WIDE_COMMIT says: a copy of the files runs elsewhere.
+    The environment's WIDE_COMMIT comes first: a copy of the files that runs on another machine may
+    sit in a checkout whose head is not what was copied.
 
     Asked once a process: a long command calls it when it starts, so that commits made while it
     runs do not get into its records.
     """
+    if named := os.environ.get("WIDE_COMMIT"):
+        return named
     folder = Path(__file__).resolve().parent
     try:
         head = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("WIDE_COMMIT")
+        return None
     return head + ("+" if changed else "")
 
 
