@@ -7,7 +7,6 @@ last milliseconds.
 """
 
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,14 +23,15 @@ from rich.table import Table
 from eval import records
 from eval.e2e_runs import (
     CompiledRun,
+    Profile,
     Variant,
-    breakdown,
     compiled,
     decided_usage,
     dense_variants,
     empty_cache,
     forced_variant,
     mask_usage,
+    profile,
     random_model,
     routed,
     run_decode,
@@ -74,7 +74,7 @@ class E2EConfig:
     seconds_per_cell: float = 20.0
     """Fewer rounds (3 at least) where a cell would take longer."""
     profile: bool = False
-    """Also the breakdown of a call by part: routing, attention, products, other, gaps."""
+    """Also where a call's time goes: by part of a layer, and the longest kernels by name."""
     json: Path | None = None
     """Append a record (suite `e2e`) of every measurement to this file."""
     plots: Path | None = None
@@ -91,7 +91,7 @@ class Measured:
     peak_gib: float | None
     sparsity: float  # skipped (token, group) pairs, the mean of both modules
     ideal: float
-    breakdown: dict[str, float] | None
+    profile: Profile | None
 
     @property
     def ms(self) -> float:
@@ -125,7 +125,6 @@ def measure(
     if jax.default_backend() != "gpu":
         raise RuntimeError("wide bench e2e needs a CUDA device: timings elsewhere mean nothing")
     common = records.common_fields("e2e")
-    common["commit"] = common["commit"] or os.environ.get("WIDE_COMMIT")
     rows = []
     own = trained is not None
     if trained is not None:
@@ -149,6 +148,8 @@ def measure(
                     if config.json is not None:
                         records.append_record(config.json, record)
                     console.print(line(record), highlight=False)
+                    for text in profile_lines(record):
+                        console.print(f"[dim]{text}[/dim]", highlight=False)
         del model
     console.print(table(rows))
     return rows
@@ -215,7 +216,8 @@ def cell(
                 "compile_seconds": one.run.compile_seconds,
                 "temporary_gib": one.run.temporary_bytes / 2**30,
                 "peak_gib": one.peak_gib,
-                "breakdown": one.breakdown,
+                "breakdown": None if one.profile is None else one.profile.parts,
+                "kernels": None if one.profile is None else one.profile.kernels,
             }
 
 
@@ -268,7 +270,7 @@ def _phase(
             if phase == "prefill":  # in place: the cache's own buffers, empty again
                 cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
         rounds += 1
-    parts: list[dict[str, float] | None] = [None] * len(variants)
+    profiles: list[Profile | None] = [None] * len(variants)
     if config.profile:
         for index in range(len(variants)):
             kept = [cache]
@@ -277,8 +279,7 @@ def _phase(
                 token, kept[0] = once(index, kept[0])
                 return token
 
-            calls = 1 if phase == "prefill" else config.steps
-            parts[index] = {part: ms / calls for part, ms in breakdown(call).items()}
+            profiles[index] = profile(call, 1 if phase == "prefill" else config.steps)
             cache = kept[0]
             if phase == "prefill":
                 cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
@@ -292,10 +293,10 @@ def _phase(
             None if peak is None else peak / 2**30,
             0.0 if skipped is None else _rate(skipped[0]),
             _ideal(model.config, wide, skipped, phase, batch),
-            part,
+            where,
         )
-        for variant, (run, _, _), taken, skipped, part in zip(
-            variants, runs, samples, used, parts, strict=True
+        for variant, (run, _, _), taken, skipped, where in zip(
+            variants, runs, samples, used, profiles, strict=True
         )
     ]
 
@@ -365,6 +366,15 @@ def line(row: dict[str, Any]) -> str:
         f"{row['ms']:.3f} {unit}, {row['speedup']:.3f}x {row['dense']} "
         f"(ideal {row['ideal_speedup']:.2f}x), compiled in {row['compile_seconds']:.1f} s"
     )
+
+
+def profile_lines(row: dict[str, Any]) -> list[str]:
+    """Where the time goes, for people; nothing without a profile."""
+    if row["breakdown"] is None:
+        return []
+    parts = ", ".join(f"{part} {ms:.3f}" for part, ms in row["breakdown"].items())
+    kernels = [f"  {ms:.3f} ms {n}x {name[:90]}" for name, (ms, n) in row["kernels"].items()]
+    return [f"  ms by part: {parts}", *kernels]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

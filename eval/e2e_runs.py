@@ -194,28 +194,46 @@ def empty_cache(config: ModelConfig, batch: int, capacity: int) -> KVCache:
     return jax.block_until_ready(KVCache.empty(config, batch, capacity, jnp.bfloat16))
 
 
-# Kernel names, as they begin or contain, -> the part of a layer they belong to.
+# What a kernel's name contains -> the part of a layer it belongs to; the first match counts.
 PARTS = (
     (
         "routing",
-        ("rows_kernel", "compress_kernel", "decide_kernel", "count_kernel", "place_kernel"),
+        ("rows_kernel", "step_kernel", "count_kernel", "place_kernel", "k_axis", "pattern"),
     ),
-    ("attention", ("flash", "fmha", "attention", "split_kernel", "merge", "mosaic", "cudnn")),
     (
-        "products",
-        ("tile_kernel", "small_kernel", "gemm", "cutlass", "nvjet", "dot", "reduce_kernel"),
+        "attention",
+        ("flash", "fmha", "sdpa", "attention", "split_kernel", "merge", "mosaic", "cudnn"),
     ),
+    ("rotation", ("rope_kernel",)),
+    ("products", ("tile_kernel", "small_kernel", "sum_kernel", "gemm", "cutlass", "nvjet", "dot")),
 )
+LISTED = 12  # kernels by name in a profile
 
 
-def breakdown(call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of device time by part of one call, and of the gaps between its kernels."""
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where a call's device time goes, in milliseconds."""
+
+    parts: dict[str, float]  # by part of a layer; `gaps` is time between kernels
+    kernels: dict[str, tuple[float, int]]  # the longest by name: time, launches
+
+
+def profile(call: Callable[[], Any], calls: int = 1) -> Profile:
+    """Profile a call that has run before; figures are for one of the `calls` steps in it."""
     events = kernel_events(call)
-    spent = {"routing": 0.0, "attention": 0.0, "products": 0.0, "other": 0.0}
+    parts = dict.fromkeys([*(part for part, _ in PARTS), "other"], 0.0)
+    kernels: dict[str, tuple[float, int]] = {}
     for event in events:
         name = event.name.lower()
         part = next((p for p, names in PARTS if any(n in name for n in names)), "other")
-        spent[part] += event.duration_ns
+        ms = event.duration_ns * 1e-6 / calls
+        parts[part] += ms
+        spent, launches = kernels.get(event.name, (0.0, 0))
+        kernels[event.name] = (spent + ms, launches + 1)
     end = max(event.start_ns + event.duration_ns for event in events)
-    spent["gaps"] = max(0.0, end - events[0].start_ns - sum(spent.values()))
-    return {part: ns * 1e-6 for part, ns in spent.items()}
+    total = (end - events[0].start_ns) * 1e-6 / calls
+    parts["gaps"] = max(0.0, total - sum(parts.values()))
+    longest = sorted(kernels, key=lambda name: -kernels[name][0])[:LISTED]
+    return Profile(
+        parts, {name: (kernels[name][0], round(kernels[name][1] / calls)) for name in longest}
+    )

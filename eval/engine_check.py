@@ -9,7 +9,6 @@ stream differs, so routers see other inputs.
 
 import dataclasses
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,6 @@ def main(args: Args) -> dict[str, Any]:
         "ffn_group": args.ffn_group_size,
         **dataclasses.asdict(found),
     }
-    record["commit"] = record["commit"] or os.environ.get("WIDE_COMMIT")
     if args.json is not None:
         records.append_record(args.json, record)
     return record
