@@ -161,6 +161,7 @@ def _read(
         folder,
         dtype=config.dtype,
         wide=wide,
+        kernels=None,  # training differentiates
         seed=config.seed,
         sharding_for=functools.partial(partition.sharding_for, mesh=mesh),
     )

@@ -21,6 +21,7 @@ from wide_jax.cli.files import check_writable_file, write_json
 from wide_jax.cli.progress import advance_bytes, progress
 from wide_jax.cli.start import Platform, start
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.engine import use_kernels
 from wide_jax.generate import generate
 from wide_jax.hf.cache import cache_dir
 from wide_jax.hf.config import read_config
@@ -135,6 +136,8 @@ def main(args: Args) -> None:
 
     saved = _save(trained["WIDE"], out, folder, args, train, text)
     reloaded = from_pretrained(saved)
+    for model in (dense, trained["WIDE"][0]):
+        use_kernels(model, reloaded.kernels)  # as the saved model runs on this device
     samples = _generate(console, tokenizer, args, dense, trained["WIDE"][0], reloaded)
     console.print(f"\nsaved and loaded back with equal tokens: [bold]{saved}[/bold]")
     console.print(NO_BENCHMARK.format(text=text.source), style="yellow", highlight=False)

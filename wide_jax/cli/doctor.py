@@ -167,10 +167,10 @@ def model_plan(
     """
     import jax.numpy as jnp
 
-    from wide_jax.cli.models import sparsity_hints
     from wide_jax.config import WideConfig
     from wide_jax.engine import automatic_kernels, plan
     from wide_jax.hf.config import read_config
+    from wide_jax.hf.pretrained import sparsity_hints
     from wide_jax.hf.resolve import resolve_model
     from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
     from wide_jax.pruned import dense_ffn_group

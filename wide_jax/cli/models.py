@@ -14,13 +14,12 @@ from wide_jax.hf.config import read_config
 from wide_jax.hf.embedded import EMBEDDED_MODEL
 from wide_jax.hf.load import find_weights
 from wide_jax.hf.mapping import is_router
-from wide_jax.hf.pretrained import from_pretrained, tensors_of
+from wide_jax.hf.pretrained import from_pretrained, sparsity_hints, tensors_of
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.save import fingerprint
 from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
 from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
 from wide_jax.model import WideForCausalLM
-from wide_jax.routing import MODULES
 
 DType = Literal["checkpoint", "float32", "bfloat16"]
 
@@ -85,13 +84,3 @@ def load_model(
     engine = use_kernels(loaded, **sparsity_hints(folder))
     console.print(f"[dim]inference: {engine.reason}[/dim]", highlight=False)
     return LoadedModel(name, folder, loaded, load_tokenizer(folder), engine)
-
-
-def sparsity_hints(folder: Path) -> dict[str, float | None]:
-    """What a model's folder says its routers skip: the rates that `wide dial` measured, else the
-    targets of its training, else nothing."""
-    if not is_wide_folder(folder):
-        return {"attention_sparsity": None, "ffn_sparsity": None}
-    info = load_wide_info(folder)
-    rates = {**info.targets, **info.rates}
-    return {f"{module}_sparsity": rates.get(module) for module in MODULES}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.engine import use_kernels
 from wide_jax.hf.config import read_config
 from wide_jax.hf.load import Progress, ShardingFor, find_weights, load_weights
 from wide_jax.hf.mapping import expected_router_tensors, is_router, module_path, tensor_name
@@ -24,8 +25,10 @@ from wide_jax.hf.wide_folder import (
     load_wide_routers,
     save_wide_model,
 )
+from wide_jax.kernels import Kernels
 from wide_jax.model import WideForCausalLM
 from wide_jax.router import Router
+from wide_jax.routing import MODULES
 
 
 def from_pretrained(
@@ -35,6 +38,7 @@ def from_pretrained(
     wide: WideConfig | None = None,
     dense: bool = False,
     adapter: bool = True,
+    kernels: Kernels | Literal["auto"] | None = "auto",
     seed: int = 0,
     sharding_for: ShardingFor | None = None,
     ignore_keys: Collection[str] = (),
@@ -51,6 +55,8 @@ def from_pretrained(
         dense: Leave the folder's routers out.
         adapter: Merge the PEFT adapter beside the model, where there is one, into the weights (in
             float32, then rounded to `dtype`); False leaves it out.
+        kernels: What inference runs on; see `wide_jax.engine.use_kernels`, whose answer says what
+            `auto` took. None is plain JAX, which can be differentiated.
         seed: For new routers.
         sharding_for: The sharding of each tensor from its name and shape.
         ignore_keys: Keys of `config.json` to pass over; see `config_from_hf`.
@@ -78,7 +84,21 @@ def from_pretrained(
     weights = load_weights(base, config, dtype=target, sharding_for=sharding_for, progress=progress)
     if adapter and (folder / ADAPTER_CONFIG).exists():
         weights |= _adapted(folder, base, config, target, sharding_for)
-    return build(config, wide, weights | routers, dtype=target)
+    loaded = build(config, wide, weights | routers, dtype=target)
+    use_kernels(loaded, kernels, **sparsity_hints(folder))
+    return loaded
+
+
+def sparsity_hints(folder: str | Path) -> dict[str, float | None]:
+    """What a model's folder says its routers skip, as `use_kernels` takes it.
+
+    The rates that `wide dial` measured, else the targets of its training, else None.
+    """
+    if not is_wide_folder(folder):
+        return {"attention_sparsity": None, "ffn_sparsity": None}
+    info = load_wide_info(folder)
+    rates = {**info.targets, **info.rates}
+    return {f"{module}_sparsity": rates.get(module) for module in MODULES}
 
 
 def _adapted(
