@@ -1,7 +1,7 @@
 """One decoder layer through `pallas_kernels`: what inference runs where a model has `Kernels`.
 
     x -> norm_route -> mask -> mask_layout          one decision, one layout a sublayer
-         gemm_mn (q) -> rope_cache -> attention -> gemm_k (o) -> + x
+         project_qkv -> rope_cache -> attention -> gemm_k (o) -> + x
     x -> norm_route -> mask -> mask_layout
          swiglu_up (gate, up) -> gemm_k (down) -> + x
 
@@ -19,13 +19,13 @@ from pallas_kernels import (
     MaskLayout,
     RouterWeights,
     gemm_k,
-    gemm_mn,
     mask_layout,
     norm_route,
     swiglu_up,
 )
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
+from pallas_kernels.project_qkv import project_qkv
 from pallas_kernels.rope_cache import rope_cache
 from wide_jax.attention import Attention, AttentionInputs
 from wide_jax.cache import LayerCache
@@ -148,11 +148,9 @@ def attend(
 ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
     """`x` plus the attention sublayer's output, and the cache with the new keys and values."""
     rows, tokens = x.shape[:2]
-    q = _projected(attention.q_proj, decision, kernels)
-    q = q.reshape(rows, tokens, -1, attention.head_dim)
-    k, v = (
-        proj(decision.normed).reshape(rows, tokens, -1, attention.head_dim)
-        for proj in (attention.k_proj, attention.v_proj)
+    q, k, v = (
+        y.reshape(rows, tokens, -1, attention.head_dim)
+        for y in _projected(attention, decision, kernels)
     )
     if cache is None:
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -274,15 +272,25 @@ def feed_forward(
     return _added(x, inner, mlp.down_proj, decision, kernels, zeroed=zeroed)
 
 
-def _projected(linear: Linear, decision: Decision, kernels: Kernels) -> Float[Array, "M N"]:
+def _projected(
+    attention: Attention, decision: Decision, kernels: Kernels
+) -> tuple[Float[Array, "M N"], Float[Array, "M Nk"], Float[Array, "M Nk"]]:
+    """Queries of the active groups, keys and values."""
     normed = decision.normed.reshape(-1, decision.normed.shape[-1])
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
     if decision.layout is None:
-        return linear(normed)
-    return gemm_mn(
+        q, k, v = (projection(normed) for projection in projections)
+        return q, k, v
+    w_q, w_k, w_v = (projection.weight[...] for projection in projections)
+    b_q, b_k, b_v = (None if p.bias is None else p.bias[...] for p in projections)
+    biased = b_q is not None and b_k is not None and b_v is not None  # a checkpoint has all or none
+    return project_qkv(
         normed,
-        linear.weight[...],
+        w_q,
+        w_k,
+        w_v,
         decision.layout,
-        bias=None if linear.bias is None else linear.bias[...],
+        biases=(b_q, b_k, b_v) if biased else None,
         implementation=kernels.gemm_mn,
     )
 

@@ -34,19 +34,52 @@ def small_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """One program: BLOCK_N channels of one group, for all tokens."""
     TILES_G: tl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     group = pid // TILES_G
-    first_column = group * G + (pid % TILES_G) * BLOCK_N
+    first = group * G + (pid % TILES_G) * BLOCK_N
+    end = tl.minimum(group * G + G, N)
+    if TOKENS == 1:
+        on = tl.load(mask + group).to(tl.int32)
+    else:
+        tokens = tl.arange(0, TOKENS)
+        on = tl.load(mask + tokens * GROUPS + group, mask=tokens < M, other=0).to(tl.int32)
+    small_tile(
+        x, w, w_up, bias, on, first, end, M, out, N, K, GLU, HAS_BIAS, PRECISION, TOKENS, BLOCK_N,
+        BLOCK_K,
+    )  # fmt: skip
+
+
+@jit
+def small_tile(
+    x,  # [M, K]
+    w,  # [N, K]
+    w_up,  # [N, K], read if GLU
+    bias,  # [N], read if HAS_BIAS
+    on,  # which tokens the channels run for: a number for one token, else [TOKENS]
+    first_column,
+    end_column,
+    M,
+    out,  # [M, N]
+    N,
+    K: tl.constexpr,
+    GLU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N channels from `first_column` on, below `end_column`, for all tokens."""
     columns = first_column + tl.arange(0, BLOCK_N)
-    column_ok = columns < tl.minimum(group * G + G, N)
+    column_ok = columns < end_column
     channel = tl.minimum(columns, N - 1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     w_tile = w + channel[:, None] * K + k[None, :]
     w_up_tile = w_up + channel[:, None] * K + k[None, :]
 
     if TOKENS == 1:
-        on = tl.load(mask + group).to(tl.int32)
         result = tl.zeros((BLOCK_N,), tl.float32)
         if on != 0:
             x_tile = x + k
@@ -79,7 +112,6 @@ def small_kernel(
     else:
         tokens = tl.arange(0, TOKENS)
         token_ok = tokens < M
-        on = tl.load(mask + tokens * GROUPS + group, mask=token_ok, other=0).to(tl.int32)
         result = tl.zeros((BLOCK_N, TOKENS), tl.float32)
         if tl.max(on, axis=0) != 0:
             row = tl.where(on != 0, tokens, 0)

@@ -4,6 +4,7 @@ program id -> (token, block);   blocks of a token: query heads | key heads | val
 """
 
 import math
+from typing import Any
 
 import jax
 import triton
@@ -144,7 +145,7 @@ def rope_cache(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps):
 
 def launch_constants(
     tokens: int, capacity: int, hq: int, hk: int, d: int, has_norm: bool, eps: float
-) -> dict[str, int | bool | float]:
+) -> dict[str, Any]:
     """Compile-time constants of the kernel."""
     return dict(
         T=tokens,

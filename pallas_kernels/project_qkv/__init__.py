@@ -1,0 +1,3 @@
+"""The query projection of the active head groups, with the dense key and value projections."""
+
+from pallas_kernels.project_qkv.api import project_qkv as project_qkv
