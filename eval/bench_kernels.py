@@ -17,8 +17,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import pallas_kernels
-from eval import records
-from eval.kernel_cases import Case, Family, MaskKind, families, make_mask
+from eval import attention_bench, records
+from eval.attention_bench import AttentionBench
+from eval.attention_problems import CASES, split_ops
+from eval.kernel_cases import Case, Family, MaskKind, make_mask
 from eval.kernel_timing import Compiled, Timing, compile_all, time_interleaved
 from pallas_kernels import dispatch
 from pallas_kernels._common.config import Config, to_json
@@ -45,6 +47,7 @@ class BenchConfig:
     naive_groups: tuple[int, ...] = (128, 512)
     error_tokens: int = 512  # errors against float32 are computed up to this many tokens
     rounds: int = 30
+    attention: AttentionBench = dataclasses.field(default_factory=AttentionBench)
 
 
 def main(config: BenchConfig) -> list[dict[str, Any]]:
@@ -67,24 +70,34 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
     for groups in (8, 112, 224, 448):
         for row in layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
+    products, attention = split_ops(config.ops)
     shapes = [
         (family, m, config.groups or family.bench_groups)
-        for family in families(config.ops).values()
+        for family in products.values()
         for m in family.tokens or config.tokens
     ]
+    cases = attention_bench.cases(attention, config.attention, config.model)
+    measure = attention_bench.Measure(config.sparsities, config.masks, config.rounds)
     with Progress(console=console) as progress:
-        task = progress.add_task("kernels", total=len(shapes))
+        task = progress.add_task("kernels", total=len(shapes) + len(cases))
         for family, m, groups in shapes:
             progress.update(task, description=f"{family.case} m={m}")
             contests = [contest(family, m, group, config) for group in groups]
             for row in contest_records(contests, config, console):
                 keep(row)
             progress.advance(task)
+        for case in cases:
+            progress.update(task, description=f"{case.op} b={case.b} t={case.t} s={case.s}")
+            for row in attention_bench.attention_records(case, config.attention, measure):
+                keep(row)
+            progress.advance(task)
     console.print(table(rows))
+    if cases:
+        console.print(attention_bench.table(rows))
     if config.plots is not None:
         from eval.kernel_plots import write_plots
 
-        for path in write_plots(rows, config.plots):
+        for path in write_plots([r for r in rows if r["op"] not in CASES], config.plots):
             console.print(f"wrote {path}")
     return rows
 
@@ -290,7 +303,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             tokens = str(shape.get("m", ""))
             name = row["implementation"]
             out.add_row(row["op"], tokens, size, "", "", name, f"{row['ms']:.4f}", "", "")
-        elif row["dispatched"]:
+        elif row["op"] not in CASES and row["dispatched"]:
             shape = row["shape"]
             out.add_row(
                 row["op"],

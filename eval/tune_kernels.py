@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import pallas_kernels
-from eval import records
-from eval.kernel_cases import Case, Family, families, make_mask
+from eval import attention_tune, records
+from eval.attention_problems import split_ops
+from eval.attention_tune import AttentionTune
+from eval.kernel_cases import Case, Family, make_mask
 from eval.kernel_timing import Compiled, compile_all, time_interleaved
 from pallas_kernels._common import tuned
 from pallas_kernels._common.config import Config, to_json
@@ -38,6 +40,7 @@ class TuneConfig:
     sparsities: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
     rounds: int = 12
     again: bool = False  # measure also what the table already has
+    attention: AttentionTune = dataclasses.field(default_factory=AttentionTune)
 
 
 def main(config: TuneConfig) -> tuned.Table:
@@ -83,6 +86,15 @@ def main(config: TuneConfig) -> tuned.Table:
                     console.print(_line(entry))
                 progress.advance(task)
     console.print(f"{len(table.entries)} problems in {path}; {refused} candidates could not run")
+    if ops := split_ops(config.ops)[1]:
+        attention_tune.tune_attention(
+            attention_tune.cases(ops, config.attention, config.model),
+            config.out,
+            console,
+            sparsities=config.attention.sparsities,
+            rounds=config.rounds,
+            again=config.again,
+        )
     return table
 
 
@@ -94,7 +106,7 @@ def problems(config: TuneConfig) -> list[Case]:
         groups = config.groups or family.tune_groups
         return [family.make(m, g, config.model) for m, g in itertools.product(tokens, groups)]
 
-    return [case for family in families(config.ops).values() for case in of(family)]
+    return [case for family in split_ops(config.ops)[0].values() for case in of(family)]
 
 
 def _dense_entry(case: Case, sparsity: float) -> tuned.Entry:

@@ -1,9 +1,15 @@
-"""Which implementation and tile sizes attention runs with: static facts in, a reason out."""
+"""Which implementation and tile sizes attention runs with: static facts in, a reason out.
+
+`choose` reads the table of the device's class (`tuned/*.json`, written by `wide tune`), as the
+products' dispatch does. Nothing here looks at a mask's values.
+"""
 
 import dataclasses
 import logging
+import math
 from typing import Literal
 
+from pallas_kernels._attention import tables
 from pallas_kernels._attention.config import (
     AttentionConfig,
     AttentionImplementation,
@@ -13,12 +19,14 @@ from pallas_kernels._attention.config import (
 )
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import Device, current_device
+from pallas_kernels._common.problem import UNKNOWN_SPARSITY
 
 AttentionOp = Literal["attention_prefill", "attention_decode"]
 IMPLEMENTATIONS: dict[AttentionOp, tuple[AttentionImplementation, ...]] = {
     "attention_prefill": ("reference", "dense", "triton", "mosaic"),
     "attention_decode": ("reference", "dense", "triton"),
 }
+MOSAIC_HEAD_SIZES = (64, 128, 256)
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +35,8 @@ log = logging.getLogger(__name__)
 class AttentionProblem:
     """The static facts of one call: `q[b, t, hq, d]`, `k[b, s, hk, d]`, `group` heads a group.
 
-    `plain`: rows are whole sequences from slot 0 (only their lengths and a window may differ),
-    which is what cuDNN's causal attention takes. Decode has t = 1.
+    `plain`: what cuDNN can run without a T x S mask. For prefill, whole rows from slot 0 (lengths
+    and a window may differ); for decode, rows from slot 0 without a window. Decode has t = 1.
     """
 
     op: AttentionOp
@@ -42,6 +50,16 @@ class AttentionProblem:
     dtype: str
     expected_sparsity: float | None = None
     plain: bool = True
+
+    @property
+    def sparsity(self) -> float:
+        """The hint, or what stands for none."""
+        return UNKNOWN_SPARSITY if self.expected_sparsity is None else self.expected_sparsity
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self.dtype == "float32" else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +99,52 @@ def choose(problem: AttentionProblem, device: Device | None = None) -> Attention
     """What `implementation=None` runs. `device` defaults to the current one."""
     device = device or current_device()
     if device.capability is None:
-        return AttentionChoice(
-            "reference", None, f"{device.kind} is not a CUDA device", measured=False
-        )
-    if float(device.capability) < 8.0 or not triton_support.available():
-        reason = (
-            f"kernels need compute capability 8.0 or later, not {device.capability}"
-            if float(device.capability) < 8.0
-            else "jax-triton and triton are not installed (the `gpu` extra)"
-        )
-        log.warning("%s runs its reference: %s", problem.op, reason)
+        reason = f"{device.kind} is not a CUDA device"
         return AttentionChoice("reference", None, reason, measured=False)
-    config = config_for(problem, "triton", device)
-    return AttentionChoice("triton", config, "derived from shapes", measured=False)
+    dense_can = problem.plain and problem.dtype != "float32"
+    if not kernels_for(problem, device):
+        reason = f"kernels need compute capability 8.0 or later, not {device.capability}"
+        if float(device.capability) >= 8.0:
+            reason = "jax-triton and triton are not installed (the `gpu` extra)"
+        fallback: AttentionImplementation = "reference"
+        if dense_can and float(device.capability) >= 8.0:
+            fallback = "dense"
+        log.warning("%s runs %s: %s", problem.op, fallback, reason)
+        return AttentionChoice(fallback, None, reason, measured=False)
+    found = tables.table_for(device)
+    entry = None if found is None else _nearest(problem, device, found[0])
+    if found is None or entry is None:
+        config = config_for(problem, "triton", device)
+        reason = f"no entry for {problem.op} on {device.kind}: derived"
+        return AttentionChoice("triton", config, reason, measured=False)
+    table, exact = found
+    reason = (
+        f"{table.device_kind}: nearest entry b={entry.b} t={entry.t} s={entry.s} "
+        f"heads={entry.hq}/{entry.hk}x{entry.d} group={entry.group} sparsity={entry.sparsity:g}"
+    )
+    if entry.ms is not None and entry.dense_ms is not None:
+        reason += f" took {entry.ms:.4f} ms, dense {entry.dense_ms:.4f} ms"
+    measured = exact and table.measured and entry.dtype == problem.dtype
+    if entry.implementation == "dense" and dense_can:
+        return AttentionChoice("dense", None, reason, measured)
+    if entry.implementation == "dense":
+        reason += "; dense cannot run this: the fastest kernel"
+    return AttentionChoice(_implementation(entry.config), entry.config, reason, measured)
+
+
+def kernels_for(
+    problem: AttentionProblem, device: Device | None = None
+) -> tuple[AttentionImplementation, ...]:
+    """The kernels that run this problem on the device, given that Triton is installed."""
+    device = device or current_device()
+    if device.capability is None or float(device.capability) < 8.0:
+        return ()
+    if not triton_support.available():
+        return ()
+    hopper = device.capability == "9.0" and problem.op == "attention_prefill"
+    if hopper and problem.itemsize == 2 and problem.d in MOSAIC_HEAD_SIZES:
+        return ("mosaic", "triton")
+    return ("triton",)
 
 
 def config_for(
@@ -101,28 +152,87 @@ def config_for(
     implementation: AttentionImplementation,
     device: Device | None = None,
 ) -> AttentionConfig:
-    """Tile sizes for a kernel that was asked for by name."""
+    """Tile sizes for a kernel that was asked for by name: the nearest tuned ones that fit."""
     device = device or current_device()
+    if device.capability is not None and (found := tables.table_for(device)) is not None:
+        entry = _nearest(problem, device, found[0], implementation)
+        if entry is not None:
+            return entry.config
+    return default_config(problem, implementation, device)
+
+
+def default_config(
+    problem: AttentionProblem, implementation: AttentionImplementation, device: Device
+) -> AttentionConfig:
+    """Tile sizes from shapes alone: the first of a short list whose shared memory fits.
+
+    mma.sync (before and after Hopper) keeps operands in registers beside the accumulators: larger
+    tiles spill there. float32 products run on the ordinary units, in small tiles.
+    """
     capability = device.capability or "8.0"
-    limit = device.shared_memory_per_block or 101_376
-    itemsize = 4 if problem.dtype == "float32" else 2
+    wide, wgmma = problem.d > 128, capability.startswith("9.")
     if problem.op == "attention_decode":
         candidates: list[AttentionConfig] = [
-            DecodeConfig(1024, 64, 4, 3),
-            DecodeConfig(1024, 16, 4, 2),
+            DecodeConfig(512, 64, 4, 3),
+            DecodeConfig(512, 16, 4, 2),
         ]
     elif implementation == "mosaic":
-        candidates = [MosaicConfig(128, 2), MosaicConfig(64, 2)]
+        candidates = [MosaicConfig(192, 2), MosaicConfig(128, 2), MosaicConfig(64, 2)]
+    elif problem.itemsize == 4:
+        candidates = [FlashConfig(16, 16, 8, 1)] if wide else [FlashConfig(32, 16, 8, 1)]
+    elif wide:
+        candidates = [FlashConfig(64, 64, 8, 2)] if wgmma else [FlashConfig(64, 32, 8, 2)]
+    elif wgmma:
+        candidates = [FlashConfig(128, 64, 8, 3)]
+    elif problem.d > 64:
+        candidates = [FlashConfig(128, 32, 8, 3), FlashConfig(64, 32, 4, 2)]
     else:
-        candidates = [
-            FlashConfig(128, 64, 8, 2),
-            FlashConfig(64, 32, 4, 2),
-            FlashConfig(32, 32, 4, 1),
-        ]
+        candidates = [FlashConfig(128, 64, 8, 2), FlashConfig(64, 32, 4, 2)]
+    limit = device.shared_memory_per_block or 101_376
     for config in candidates:
-        if config.shared_memory_bytes(problem.d, itemsize, capability) <= limit:
+        if config.shared_memory_bytes(problem.d, problem.itemsize, capability) <= limit:
             return config
     return candidates[-1]
+
+
+def _implementation(config: AttentionConfig) -> AttentionImplementation:
+    return "mosaic" if isinstance(config, MosaicConfig) else "triton"
+
+
+def _nearest(
+    problem: AttentionProblem,
+    device: Device,
+    table: tables.AttentionTable,
+    implementation: AttentionImplementation | None = None,
+) -> tables.AttentionEntry | None:
+    """The entry of the same op, head size and dtype width whose shape is nearest in powers of two.
+
+    Tokens count twice. An entry tuned for *more* skipping than the hint is as far as one doubling
+    per 3 %, for less skipping per 6 %.
+    """
+    limit, capability = device.shared_memory_per_block, device.capability or "8.0"
+    runs = kernels_for(problem, device) if implementation is None else (implementation,)
+    candidates = [
+        entry
+        for entry in table.entries
+        if (entry.op, entry.d) == (problem.op, problem.d)
+        and (entry.dtype == "float32") == (problem.dtype == "float32")
+        and _implementation(entry.config) in runs
+        and entry.config.shared_memory_bytes(entry.d, problem.itemsize, capability) <= limit
+    ]
+
+    def distance(entry: tables.AttentionEntry) -> float:
+        excess = entry.sparsity - problem.sparsity
+        return (
+            2 * abs(math.log2(entry.t / problem.t))
+            + sum(
+                abs(math.log2(getattr(entry, name) / getattr(problem, name)))
+                for name in ("b", "s", "hq", "hk", "group")
+            )
+            + (32 * excess if excess > 0 else -16 * excess)
+        )
+
+    return min(candidates, key=distance, default=None)
 
 
 def resolve(

@@ -14,7 +14,9 @@ from pallas_kernels._common.device import current_device
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
 
 LOG2_E = math.log2(math.e)
-MERGE_BLOCK = 16  # splits that the merge adds at a time
+# The merge adds up to 128 splits at a time, 32 columns a program: one head's sums would otherwise
+# wait for a single multiprocessor.
+MERGE_SPLITS, MERGE_COLUMNS = 128, 32
 
 
 def attention(
@@ -51,10 +53,10 @@ def attention(
         [peaks, totals, sums, mask, low, high],
         [splits],
         [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        grid=b * hq,
+        grid=b * hq * math.ceil(d / MERGE_COLUMNS),
         constants=merge_constants(q, splits, mask.shape[1], config),
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
     return out
 
@@ -88,6 +90,6 @@ def merge_constants(q: jax.Array, splits: int, groups: int, config: DecodeConfig
         GROUPS=groups,
         SPLIT=config.split,
         SPLITS=triton.next_power_of_2(splits),
-        BLOCK_S=MERGE_BLOCK,
-        BLOCK_D=head_block(d),
+        BLOCK_S=min(MERGE_SPLITS, triton.next_power_of_2(splits)),
+        COLUMNS=MERGE_COLUMNS,
     )

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._attention.config import AttentionConfig, MosaicConfig, head_block
+from pallas_kernels._attention.dispatch import MOSAIC_HEAD_SIZES
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels.attention_prefill.triton import row_counts
 from pallas_kernels.layout import MaskLayout
 
-HEAD_SIZES = (64, 128, 256)
+TMA_ROWS = 8  # slots come to shared memory in tiles of 8: other counts are padded first
 BLOCK = 64  # queries of a warpgroup, and slots of a program that gathers or scatters
 
 
@@ -40,10 +41,10 @@ def attention(
         raise NotImplementedError(
             f"attention_prefill: mosaic has no form for {config}; use a MosaicConfig"
         )
-    if q.dtype == jnp.float32 or d not in HEAD_SIZES:
+    if q.dtype == jnp.float32 or d not in MOSAIC_HEAD_SIZES:
         raise NotImplementedError(
-            f"attention_prefill: mosaic takes bfloat16 and float16 and heads of {HEAD_SIZES}, got "
-            f"{q.dtype} and {d}; use implementation='triton'"
+            f"attention_prefill: mosaic takes bfloat16 and float16, not {q.dtype}, and heads of "
+            f"{MOSAIC_HEAD_SIZES}, not {d}; use implementation='triton'"
         )
     interpreting = triton_support.interpreting.get()
     if not interpreting and current_device().capability != "9.0":
@@ -55,6 +56,10 @@ def attention(
     from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
     from pallas_kernels.attention_prefill.mosaic_kernel import flash_attention
 
+    edges = None if all_slots_real else edge_blocks(v, low, high, config.block_n)
+    if k.shape[1] % TMA_ROWS:
+        more = ((0, 0), (0, -k.shape[1] % TMA_ROWS), (0, 0), (0, 0))
+        k, v = jnp.pad(k, more), jnp.pad(v, more)
     before, count = row_counts(layout, b)
     padded = math.ceil(t / MosaicConfig.BLOCK_M) * MosaicConfig.BLOCK_M
     groups = layout.groups
@@ -83,7 +88,7 @@ def attention(
     flash = triton_support.not_differentiable(
         lambda *arrays: flash_attention(
             *arrays,
-            edges=None if all_slots_real else edge_blocks(v, low, high, config.block_n),
+            edges=edges,
             scale=scale,
             config=config,
             from_start=from_start,

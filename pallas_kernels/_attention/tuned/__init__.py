@@ -1,0 +1,1 @@
+"""The fastest attention implementations, one JSON file a device kind."""
