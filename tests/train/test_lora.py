@@ -103,6 +103,30 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     assert np.unique(factors(x)).tolist() == [64.0]
 
 
+def test_dropout_masks_are_fair_and_independent():
+    def mask(seed, dropout=0.1):
+        key = jax.random.fold_in(jax.random.key(seed), 3)
+        return np.asarray(lora.keep_mask(key, dropout, (4, 256, 512)), np.float64)
+
+    one, other = mask(0), mask(1)
+    elements = one.size
+    for drawn in (one, other, mask(2, 0.5)):
+        rate = 0.5 if drawn.mean() < 0.7 else 0.9
+        deviation = (rate * (1 - rate)) ** 0.5
+        assert drawn.mean() == pytest.approx(rate, abs=5 * deviation / elements**0.5)
+        # Rows and columns vary as independent draws do, not more and not less.
+        for axis in ((0, 1), 2):
+            means = drawn.mean(axis=axis)
+            expected = deviation / (elements / means.size) ** 0.5
+            assert means.std() == pytest.approx(expected, rel=0.15)
+    neighbours = [(one[..., 1:], one[..., :-1]), (one[:, 1:], one[:, :-1]), (one[1:], one[:-1])]
+    for a, b in [(one, other), *neighbours]:
+        correlation = np.corrcoef(a.ravel(), b.ravel())[0, 1]
+        assert abs(correlation) < 5 / a.size**0.5
+    assert mask(0, 0.0).all()
+    assert np.array_equal(one, mask(0))
+
+
 def test_adapters_go_out_and_come_back():
     model, batch = tiny_model(), ragged_batch()
     settings = with_random_factors(model, alpha=8.0)
