@@ -160,23 +160,27 @@ def usage(
     """
     layers, (attn_groups, ffn_groups) = config.num_hidden_layers, _groups(masks, config)
     counts = real.astype(jnp.float32)
-    sums: dict[str, list[Array]] = {name: [] for name in ("n", "a", "an", "f", "kv")}
+    keys = visible_keys.astype(jnp.float32)
+    windows = [config.window_of_layer(layer) for layer in range(layers)]
     readers, reads = _kv_readers(config, attn_groups)
-    for layer in range(layers):
-        n = visible_keys.astype(jnp.float32)
-        window = config.window_of_layer(layer)
-        n = counts * (n if window is None else jnp.minimum(n, float(window)))
-        attn_skip = 1.0 - masks.attention[layer].astype(jnp.float32)
-        ffn_skip = 1.0 - masks.ffn[layer].astype(jnp.float32)
-        skipped_by_all = jnp.where(reads, attn_skip[..., readers], 1.0).prod(axis=-1)
-        attn_pairs = attn_skip.sum(axis=-1)
-        sums["n"].append(n.sum())
-        sums["a"].append(_weighted(counts, attn_pairs))
-        sums["an"].append(_weighted(n, attn_pairs))
-        sums["f"].append(_weighted(counts, ffn_skip.sum(axis=-1)))
-        sums["kv"].append(_weighted(n, skipped_by_all.sum(axis=-1)))
-    stacked = [jnp.stack(values) for values in sums.values()]
-    return Usage(counts.sum(), *stacked, attn_groups=attn_groups, ffn_groups=ffn_groups)
+    attn_skip = [1.0 - mask.astype(jnp.float32) for mask in masks.attention]
+    idle = [jnp.where(reads, skip[..., readers], 1.0).prod(axis=-1) for skip in attn_skip]
+    # Stacked before they are summed over tokens: compilers merge one sum a layer of every figure
+    # into a single kernel, which takes them minutes for thirty layers.
+    n = counts * jnp.stack([keys if w is None else jnp.minimum(keys, float(w)) for w in windows])
+    attn_pairs = jnp.stack([skip.sum(axis=-1) for skip in attn_skip])
+    ffn_pairs = jnp.stack([(1.0 - mask.astype(jnp.float32)).sum(axis=-1) for mask in masks.ffn])
+    idle_heads = jnp.stack([heads.sum(axis=-1) for heads in idle])
+    return Usage(
+        counts.sum(),
+        n.sum(axis=(1, 2)),
+        _weighted(counts, attn_pairs),
+        _weighted(n, attn_pairs),
+        _weighted(counts, ffn_pairs),
+        _weighted(n, idle_heads),
+        attn_groups=attn_groups,
+        ffn_groups=ffn_groups,
+    )
 
 
 def step_usage(masks: Masks, real: Bool[Array, "B T"]) -> StepUsage:
@@ -469,9 +473,9 @@ def _groups(masks: Masks, config: ModelConfig) -> tuple[int, int]:
     return attn_groups, ffn_groups
 
 
-def _weighted(weight: Float[Array, "B T"], value: Float[Array, "B T"]) -> Float[Array, ""]:
+def _weighted(weight: Float[Array, "*L B T"], value: Float[Array, "L B T"]) -> Float[Array, "L"]:
     """Sum of weight x value where the weight is not 0: padding may hold anything, NaN included."""
-    return jnp.where(weight > 0, weight * value, 0.0).sum()
+    return jnp.where(weight > 0, weight * value, 0.0).sum(axis=(1, 2))
 
 
 def _ratio(part: Sum, whole: Sum) -> Sum:
