@@ -13,7 +13,7 @@ from wide_jax import lora
 from wide_jax.batch import TokenBatch
 from wide_jax.config import WideConfig
 from wide_jax.engine import plan, use_kernels
-from wide_jax.generate import generate
+from wide_jax.generate import _decode_until, generate, prefill
 from wide_jax.kernels import Kernels
 from wide_jax.routing import AllOn, Argmax, Forced, GumbelSoftmax, Masks
 
@@ -179,3 +179,15 @@ def test_plan_names_every_op_of_a_layer():
         ]
         assert ops[0].reason == "asked for"
         assert all(op.implementation for op in ops)
+
+
+def test_one_compiled_prefill_a_length_bucket_and_one_step():
+    _, fast = pair()
+    lengths = (3, 9, 16, 17)  # two buckets: 16 and 32
+    before = prefill._cache_size(), _decode_until._cache_size()
+    for length in lengths:
+        generate(fast, [[7] * length], max_new_tokens=3, stop_ids=())
+    assert prefill._cache_size() - before[0] == 2
+    assert _decode_until._cache_size() - before[1] == 2  # a longer cache is another step
+    generate(fast, [[5] * 11], max_new_tokens=16, stop_ids=())  # new tokens have buckets too
+    assert prefill._cache_size() - before[0] == 2
