@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -255,8 +256,11 @@ class WideForCausalLM(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Next-token logits of normed hidden states, in the model's dtype."""
-        head = self.model.embed_tokens.attend if self.lm_head is None else self.lm_head
-        return head(hidden)
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        few = math.prod(hidden.shape[:-1]) <= pruned.FEW_TOKENS
+        if self.kernels is not None and few:
+            return pruned.whole_product(hidden, head.weight[...], self.kernels)
+        return head.attend(hidden) if isinstance(head, Embedding) else head(hidden)
 
 
 def attention_inputs(

@@ -19,6 +19,7 @@ from pallas_kernels import (
     MaskLayout,
     RouterWeights,
     gemm_k,
+    gemm_mn,
     mask_layout,
     norm_route,
     swiglu_up,
@@ -293,6 +294,20 @@ def _projected(
         biases=(b_q, b_k, b_v) if biased else None,
         implementation=kernels.gemm_mn,
     )
+
+
+def whole_product(
+    x: Float[Array, "*B D"], weight: Float[Array, "N D"], kernels: Kernels
+) -> Float[Array, "*B N"]:
+    """`x W^T` with nothing skipped, for a few tokens: the output head of a decode step."""
+    rows = x.reshape(-1, x.shape[-1])
+    layout = mask_layout(
+        jnp.ones((rows.shape[0], 1), bool),
+        expected_sparsity=0.0,
+        implementation=kernels.mask_layout,
+    )
+    y = gemm_mn(rows, weight, layout, implementation=kernels.gemm_mn)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _added(
