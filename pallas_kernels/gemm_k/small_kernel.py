@@ -21,7 +21,6 @@ def k_small_kernel(
     bias,  # [N], read if HAS_BIAS
     residual,  # [M, N], read if HAS_RESIDUAL
     mask,  # [M, GROUPS] bool
-    count,  # [GROUPS] int32
     M,
     out,  # [M, N]
     N: tl.constexpr,
@@ -76,8 +75,7 @@ def k_small_kernel(
             ).to(tl.int32)
             # Triton cannot read (*words, word).
             on_words = on_words + (tl.sum(on_bits << bit[None, :], axis=1),)  # noqa: RUF005
-            needed_bits = tl.load(count + some, mask=some < GROUPS, other=0) > 0
-            needed_word = tl.sum(needed_bits.to(tl.int32) << bit, axis=0)
+            needed_word = tl.sum(tl.max(on_bits, axis=0) << bit, axis=0)
             needed_words = needed_words + (needed_word,)  # noqa: RUF005
         result = tl.zeros((BLOCK_N, TOKENS), tl.float32)
         for step in range(0, GROUPS * STEPS_A_GROUP):

@@ -129,7 +129,7 @@ def _small(
         raise NotImplementedError(f"the small form takes up to {SMALL_TOKENS} tokens, got {m=}")
     (y,) = triton_support.launch(
         k_small_kernel,
-        [h, w, _given(bias, h), _given(residual, h), layout.mask, layout.count],
+        [h, w, _given(bias, h), _given(residual, h), layout.mask],
         [m],
         [jax.ShapeDtypeStruct((m, n), h.dtype)],
         grid=math.ceil(n / config.block_n),
