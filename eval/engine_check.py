@@ -2,9 +2,9 @@
 
     python -m eval.engine_check --shape llama-3.1-8b --layers 4 --tokens 1024 --json OUT
 
-float32: the same masks and logits. bf16, with the float32 masks forced: no further from float32
-than 1.5 times what plain bf16 is. And, by itself, how many decisions bf16 flips: its residual
-stream differs, so routers see other inputs.
+float32: the same masks and logits, in one pass and in pieces with a cache. bf16, with the float32
+masks forced: no further from float32 than 1.5 times what plain bf16 is. And, by itself, how many
+decisions bf16 flips: its residual stream differs, so routers see other inputs.
 """
 
 import dataclasses
@@ -17,18 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from eval import records
 from eval.e2e_runs import random_model
 from train.shapes import shape
 from wide_jax.batch import TokenBatch
+from wide_jax.cache import KVCache
 from wide_jax.config import WideConfig
+from wide_jax.generate import decode_step, prefill
 from wide_jax.hf.mapping import is_router
 from wide_jax.hf.pretrained import build, tensors_of
 from wide_jax.kernels import Kernels
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced, Masks, Routing
+
+STEPS = 4  # single steps at the end of each row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Comparison:
     decisions: int
     float32_max_difference: float  # of logits
     float32_flipped: int  # decisions that differ from plain JAX's
+    float32_cached_max_difference: float  # the same tokens in two prefills and single steps
     bf16_error: float  # kernels, masks forced, against plain float32
     bf16_plain_error: float
     bf16_flipped: float  # fraction of decisions that differ from float32's
@@ -61,6 +66,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
     with jax.default_matmul_precision("float32"):
         wanted, masks = _run(model, batch, Argmax(), None)
         got, ours = _run(model, batch, Argmax(), Kernels())
+        cached, positions = _piecewise(model, ids, Kernels())
         # Ties apart, what follows compares arithmetic at one and the same set of masks.
         forced = Forced(masks)
         wanted_forced, _ = _run(model, batch, forced, None)
@@ -73,6 +79,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
         decisions=decisions,
         float32_max_difference=float(jnp.abs(got - wanted).max()),
         float32_flipped=_differing(ours, masks),
+        float32_cached_max_difference=float(jnp.abs(cached - wanted[:, positions]).max()),
         bf16_error=_error(bf16, wanted_forced),
         bf16_plain_error=_error(plain, wanted_forced),
         bf16_flipped=_differing(rounded, masks) / decisions,
@@ -88,6 +95,33 @@ def _run(
     finally:
         model.kernels = None
     return logits.astype(jnp.float32), masks
+
+
+def _piecewise(
+    model: WideForCausalLM, ids: Int[Array, "B T"], kernels: Kernels
+) -> tuple[Float[Array, "B P V"], np.ndarray]:
+    """Logits where a generation would draw: after each of two prefills, and after every step."""
+    batch, tokens = ids.shape
+    half, steps = tokens // 2, min(STEPS, tokens // 4)
+    cache = KVCache.empty(model.config, batch, tokens + 3, jnp.float32)  # no round number
+    model.kernels = kernels
+    try:
+        graphdef, state = nnx.split(model)
+    finally:
+        model.kernels = None
+    logits = []
+    for start, end in ((0, half), (half, tokens - steps)):
+        lengths = jnp.full((batch,), end - start, jnp.int32)
+        piece, cache, _ = prefill(
+            graphdef, state, ids[:, start:end], lengths, cache, Argmax(), fresh=start == 0
+        )
+        logits.append(piece)
+    for position in range(tokens - steps, tokens):
+        active = jnp.ones((batch,), bool)
+        piece, cache, _ = decode_step(graphdef, state, ids[:, position], active, cache, Argmax())
+        logits.append(piece)
+    positions = np.array([half - 1, *range(tokens - steps - 1, tokens)])
+    return jnp.stack(logits, axis=1).astype(jnp.float32), positions
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
@@ -121,6 +155,7 @@ def main(args: Args) -> dict[str, Any]:
     found = compare(model, ids)
     print(f"float32: logits differ by at most {found.float32_max_difference:.2e}, ", end="")
     print(f"{found.float32_flipped} of {found.decisions} decisions")
+    print(f"float32, in pieces: logits differ by {found.float32_cached_max_difference:.2e}")
     print(f"bf16, masks forced: error {found.bf16_error:.2e}, plain {found.bf16_plain_error:.2e}")
     print(f"bf16: {found.bf16_flipped:.3%} of the decisions differ from float32's")
     record = records.common_fields("engine") | {

@@ -16,5 +16,6 @@ def test_kernel_path_computes_the_model():
     assert found.decisions == 2 * 24 * 2 * (2 + 4)
     assert found.float32_max_difference < 1e-4
     assert found.float32_flipped == 0
+    assert found.float32_cached_max_difference < 1e-4
     assert found.bf16_error <= 1.5 * found.bf16_plain_error
     assert 0 < found.bf16_plain_error < 0.1
