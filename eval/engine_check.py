@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int
 
 from eval import records
 from eval.e2e_runs import random_model
-from train.shapes import shape
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import WideConfig
@@ -31,6 +30,7 @@ from wide_jax.hf.pretrained import build, tensors_of
 from wide_jax.kernels import Kernels
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced, Masks, Routing
+from wide_jax.shapes import shape
 
 STEPS = 4  # single steps at the end of each row
 

@@ -19,8 +19,8 @@ from train.bench import DType, PreparedStage, measure, prepare, record_fields, s
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.loop import TrainState
-from train.shapes import shape
 from wide_jax.config import WideConfig
+from wide_jax.shapes import shape
 
 
 @dataclasses.dataclass(frozen=True)

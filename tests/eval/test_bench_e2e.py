@@ -21,9 +21,9 @@ from eval.bench_e2e import (
 )
 from eval.e2e_plots import write_plots
 from eval.e2e_runs import dense_variants, random_model
-from train.shapes import shape
 from wide_jax.config import WideConfig
 from wide_jax.kernels import Kernels
+from wide_jax.shapes import shape
 
 TINY = dataclasses.replace(
     shape("smollm2-135m"),

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tests.wide_jax.conftest import tiny_config, tiny_model
-from train.shapes import shape
 from wide_jax.cache import KVCache
 from wide_jax.config import WideConfig
 from wide_jax.memory import estimate_memory
 from wide_jax.params import RouterParam
+from wide_jax.shapes import shape
 
 
 def nbytes(tree) -> int:

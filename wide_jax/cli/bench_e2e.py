@@ -5,11 +5,11 @@ import dataclasses
 from rich.console import Console
 
 from eval.bench_e2e import E2EConfig, measure
-from train.shapes import shape
 from wide_jax.cli.demo_text import python_reference
 from wide_jax.cli.files import check_writable_file
 from wide_jax.cli.models import load_model
 from wide_jax.cli.start import start
+from wide_jax.shapes import shape
 
 
 @dataclasses.dataclass(frozen=True)

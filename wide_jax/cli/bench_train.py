@@ -23,11 +23,11 @@ from train.bench import (
 from train.bench import start as start_stage
 from train.config import TrainConfig
 from train.parts import Params
-from train.shapes import shape
 from wide_jax.cli.files import check_writable_file
 from wide_jax.cli.progress import progress
 from wide_jax.cli.start import Platform, start
 from wide_jax.config import WideConfig
+from wide_jax.shapes import shape
 
 
 @dataclasses.dataclass(frozen=True)
