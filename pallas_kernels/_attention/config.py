@@ -33,15 +33,14 @@ class FlashConfig:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
 
     def shared_memory_bytes(self, d: int, itemsize: int, capability: str) -> int:
-        """Model of the shared memory of one thread block, bytes.
+        """Model of the shared memory of one thread block, bytes: q, and the buffers of k and v.
 
-        wgmma (capability 9) reads q, k and v from shared memory; mma.sync keeps q in registers
-        and passes it, like the result, through the same memory.
+        An upper bound for mma.sync (`capability` other than 9), which keeps q in registers.
         """
+        del capability
         columns = head_block(d)
         keys = 2 * self.num_stages * self.block_n * columns * itemsize
-        queries = self.block_m * columns * itemsize
-        return keys + queries if capability.startswith("9.") else max(keys, queries)
+        return keys + self.block_m * columns * itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +86,13 @@ class DecodeConfig:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
 
     def shared_memory_bytes(self, d: int, itemsize: int, capability: str) -> int:
-        """Model of the shared memory of one thread block, bytes: the buffers of k and v."""
+        """Model of the shared memory of one thread block, bytes: q, and the buffers of k and v.
+
+        mma.sync keeps the last stage's operands in registers. 8 KiB more for the weights.
+        """
         del capability
-        return 2 * self.num_stages * self.block_n * head_block(d) * itemsize + 4096
+        row = head_block(d) * itemsize
+        return 2 * max(self.num_stages - 1, 1) * self.block_n * row + 16 * row + 8192
 
 
 AttentionConfig = FlashConfig | MosaicConfig | DecodeConfig

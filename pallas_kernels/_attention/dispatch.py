@@ -172,8 +172,9 @@ def default_config(
     capability = device.capability or "8.0"
     wide, wgmma = problem.d > 128, capability.startswith("9.")
     if problem.op == "attention_decode":
+        block_n, stages = (32, 2) if problem.itemsize == 4 else (64, 3)
         candidates: list[AttentionConfig] = [
-            DecodeConfig(512, 64, 4, 3),
+            DecodeConfig(512, block_n, 4, stages),
             DecodeConfig(512, 16, 4, 2),
         ]
     elif implementation == "mosaic":

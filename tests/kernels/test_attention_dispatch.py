@@ -1,0 +1,410 @@
+"""What attention runs when nothing is named, its tables, benchmark and tuner, and machine code."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import eval.attention_bench
+import eval.attention_problems
+import eval.attention_tune
+from eval.attention_bench import AttentionBench, Measure, attention_records
+from eval.attention_problems import AttentionCase, split_ops
+from eval.attention_tune import AttentionTune, candidates, tune_attention
+from eval.kernel_timing import Timing
+from pallas_kernels._attention import tables
+from pallas_kernels._attention.config import (
+    DecodeConfig,
+    FlashConfig,
+    MosaicConfig,
+    from_json,
+    head_block,
+    to_json,
+)
+from pallas_kernels._attention.dispatch import (
+    AttentionProblem,
+    choose,
+    config_for,
+    default_config,
+    explain_attention,
+)
+from pallas_kernels._common.cubin import TYPE_NAMES, Usage, compile_usage
+from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES, RTX_5090, Device
+from pallas_kernels._common.testing import interpreted
+from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
+from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
+from pallas_kernels.attention_prefill.flash_kernel import flash_kernel
+
+LLAMA = dict(hq=32, hk=8, d=128, group=4)
+PREFILL = dict(b=1, t=16384, s=16384, **LLAMA)
+DECODE = dict(b=16, t=1, s=16384, **LLAMA)
+
+
+def problem(op="attention_prefill", **changes) -> AttentionProblem:
+    shape = PREFILL if op == "attention_prefill" else DECODE
+    return AttentionProblem(op, **{**shape, "dtype": "bfloat16", **changes})
+
+
+def test_a_cpu_runs_the_reference():
+    for op, shape in (("attention_prefill", PREFILL), ("attention_decode", DECODE)):
+        choice = explain_attention(op, **shape, device=CPU)
+        assert choice.implementation == "reference"
+        assert "not a CUDA device" in choice.reason
+
+
+def test_hopper_runs_mosaic_and_others_triton():
+    half = explain_attention("attention_prefill", **PREFILL, expected_sparsity=0.5, device=H200)
+    assert half.implementation == "mosaic"
+    assert half.measured
+    assert "took" in half.reason
+    assert half == explain_attention("attention_prefill", **PREFILL, device=H200)
+    for device in (A100, RTX_5090, Device("NVIDIA L4", "8.9")):
+        other = explain_attention("attention_prefill", **PREFILL, device=device)
+        assert other.implementation == "triton"
+        assert not other.measured
+    for changes in (dict(d=96), dict(d=80), dict(dtype="float32")):
+        assert choose(problem(**changes), H200).implementation == "triton"
+    h100 = explain_attention(
+        "attention_prefill", **PREFILL, device=Device("NVIDIA H100 80GB HBM3", "9.0")
+    )
+    assert h100.implementation == "mosaic"
+    assert not h100.measured
+
+
+def test_decode_on_an_h200_was_measured():
+    choice = explain_attention("attention_decode", **DECODE, expected_sparsity=0.5, device=H200)
+    assert choice.implementation == "triton"
+    assert isinstance(choice.config, DecodeConfig)
+    assert choice.measured
+
+
+def test_dense_only_where_cudnn_can():
+    """A table that says dense sends what cuDNN cannot run to the fastest kernel."""
+    entry = tables.AttentionEntry(
+        "attention_prefill", "bfloat16", *PREFILL.values(), 0.5, "dense", MosaicConfig(128, 2)
+    )
+    entry = dataclasses.replace(entry, hq=32, hk=8, d=128, group=4)
+    table = tables.AttentionTable("NVIDIA H200", "9.0", True, (entry,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "load", lambda kind: table)
+        assert choose(problem(), H200).implementation == "dense"
+        chunk = choose(problem(plain=False), H200)
+        assert chunk.implementation == "mosaic"
+        assert chunk.config == MosaicConfig(128, 2)
+        assert "cannot run this" in chunk.reason
+        assert choose(problem(dtype="float32"), H200).implementation == "triton"
+
+
+def test_measured_entries_choose_the_faster():
+    table = tables.load(H200.kind)
+    assert table.measured
+    for entry in table.entries:
+        if entry.implementation != "dense":
+            assert entry.ms <= entry.dense_ms * 1.1, entry  # dense also pays for its zeros
+    assert len({entry.key for entry in table.entries}) == len(table.entries)
+
+
+def test_without_triton_cudnn_runs_with_a_notice(monkeypatch, caplog):
+    monkeypatch.setattr("pallas_kernels._common.triton_support.available", lambda: False)
+    assert choose(problem(), H200).implementation == "dense"
+    assert choose(problem(plain=False), H200).implementation == "reference"
+    assert "not installed" in caplog.text
+    old = choose(problem(), Device("Tesla V100", "7.0"))
+    assert old.implementation == "reference"
+
+
+@pytest.mark.parametrize(
+    "config", [FlashConfig(64, 32, 4, 2), MosaicConfig(192, 2), DecodeConfig(512, 64, 4, 3)]
+)
+def test_configs_and_tables_round_trip(config, tmp_path):
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+    entry = tables.AttentionEntry(
+        "attention_prefill", "bfloat16", 1, 8, 8, 4, 2, 64, 2, 0.5, "dense", config, 1.0, 2.0
+    )
+    table = tables.AttentionTable("NVIDIA H200", "9.0", False, (entry,), "a model", {"jax": "1"})
+    tables.write(table, tmp_path / "table.json")
+    assert tables.read((tmp_path / "table.json").read_text()) == table
+
+
+def test_bad_configs_are_refused():
+    with pytest.raises(ValueError, match="block_m=48 must be a power of two"):
+        FlashConfig(48, 32, 4, 2)
+    with pytest.raises(ValueError, match="block_n=96 must be a multiple of 64"):
+        MosaicConfig(96, 2)
+    with pytest.raises(ValueError, match="stages=1 must be at least 2"):
+        MosaicConfig(64, 1)
+    with pytest.raises(ValueError, match="unknown config form"):
+        from_json({"form": "tile"})
+    with pytest.raises(ValueError, match="does not fit FlashConfig"):
+        from_json({"form": "flash", "blocks": 3})
+
+
+def test_derived_tables_are_those_checked_in(tmp_path):
+    for path in eval.attention_tune.write_derived(tmp_path, AttentionTune(), "llama-3.1-8b"):
+        fresh = tables.read(path.read_text())
+        assert not fresh.measured
+        assert fresh == tables.load(fresh.device_kind)
+
+
+def test_ops_are_split_between_products_and_attention():
+    products, attention = split_ops(())
+    assert "gemm_mn" in products
+    assert attention == ("attention_prefill", "attention_decode")
+    assert split_ops(("attention_decode",)) == ({}, ("attention_decode",))
+    products, attention = split_ops(("gemm_mn",))
+    assert (list(products), attention) == (["gemm_mn"], ())
+    with pytest.raises(ValueError, match="unknown ops"):
+        split_ops(("attention_prefil",))
+
+
+TINY_PREFILL = AttentionCase("attention_prefill", 1, 40, 40, 4, 2, 64, 2)
+TINY_DECODE = AttentionCase("attention_decode", 3, 1, 64, 4, 2, 64, 2)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Kernels in their interpreters on an A100 by name; XLA on the CPU stands in for cuDNN."""
+
+    def clock(contenders, rounds=30):
+        return {name: Timing((1.0 + i,) * rounds) for i, name in enumerate(contenders)}
+
+    original = AttentionCase.run
+
+    def run(self, implementation, config=None):
+        return original(self, "reference" if implementation == "dense" else implementation, config)
+
+    for module in (eval.attention_bench, eval.attention_tune):
+        monkeypatch.setattr(module, "time_interleaved", clock)
+    monkeypatch.setattr(eval.attention_tune, "current_device", lambda: A100)
+    monkeypatch.setattr("pallas_kernels._attention.dispatch.current_device", lambda: A100)
+    monkeypatch.setattr(AttentionCase, "run", run)
+    monkeypatch.setattr(AttentionCase, "dense", lambda self: {"cudnn": self.run("reference")})
+    monkeypatch.setattr(eval.attention_tune, "FLASH_MMA", ((32, 32, 4, 2),))
+    monkeypatch.setattr(eval.attention_tune, "DECODE", ((64, 32, 4, 2),))
+    monkeypatch.setattr(eval.attention_problems, "COLD_BYTES", 1000)
+    with interpreted():
+        yield
+
+
+@pytest.mark.parametrize("case", [TINY_PREFILL, TINY_DECODE], ids=lambda case: case.op)
+def test_benchmark_records(case, fake_gpu):
+    rows = list(attention_records(case, AttentionBench(), Measure((0.0, 0.5), ("random",), 2)))
+    for sparsity in (0.0, 0.5):
+        cell = [row for row in rows if row["expected_sparsity"] == sparsity]
+        assert sum(row["dispatched"] for row in cell) == 1
+        kernels = [row for row in cell if row["implementation"] == "triton"]
+        assert kernels
+        for row in kernels:
+            assert row["rel_error"] < 1e-2
+            assert row["speedup"] == row["dense_ms"] / row["ms"]
+            assert row["shape"]["tk"] == case.s
+            assert row["config"]["form"] in ("flash", "decode")
+    full, half = (next(r for r in rows if r["expected_sparsity"] == s) for s in (0.0, 0.5))
+    assert half["flops"] < full["flops"]
+    assert half["bytes"] < full["bytes"]
+    json.dumps(rows)
+    assert eval.attention_bench.table(rows).row_count == 2
+
+
+def test_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path):
+    def run(sparsities):
+        problems = [TINY_PREFILL, TINY_DECODE]
+        return tune_attention(
+            problems, tmp_path, Console(), sparsities=sparsities, rounds=2, again=False
+        )
+
+    table = run((0.0,))
+    written = tables.read((tmp_path / "attention_nvidia_a100.json").read_text())
+    assert set(written.entries) == set(table.entries)
+    assert len(table.entries) == 2
+    assert {entry.implementation for entry in table.entries} == {"dense"}  # by the fake clock
+    again = run((0.0, 0.5))
+    assert len(again.entries) == 4
+    assert set(table.entries) < set(again.entries)
+
+
+def test_the_tuner_stops_at_a_wrong_kernel(fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval.attention_tune, "relative_error", lambda a, b: float("nan"))
+    with pytest.raises(RuntimeError, match="differs from dense by nan"):
+        tune_attention([TINY_DECODE], tmp_path, Console(), sparsities=(0.0,), rounds=2, again=False)
+
+
+def test_active_work_is_counted_by_hand():
+    case = AttentionCase("attention_decode", 2, 1, 10, 4, 2, 8, 2)
+    mask = jnp.array([[True, False], [False, False]])
+    cache, query, out = 2 * 10 * 8, 2 * 8, 2 * 4 * 8
+    assert case.active(mask) == {"flops": 4 * 2 * 10 * 8, "bytes": 2 * (cache + query + out)}
+    case = AttentionCase("attention_prefill", 1, 3, 3, 2, 1, 8, 1)
+    mask = jnp.array([[True, False], [True, True], [False, False]])
+    assert case.active(mask)["flops"] == 4 * 8 * (1 + 2 + 2)
+
+
+# ---- machine code ----
+
+
+def flash_usage(device: Device, config: FlashConfig, d: int, dtype: str) -> Usage:
+    kind = TYPE_NAMES[dtype]
+    signature = dict.fromkeys(("q", "k", "v", "out"), kind)
+    signature |= dict.fromkeys(("order", "before", "count", "low", "high"), "*i32")
+    signature |= dict.fromkeys(("T", "S", "rows"), "i32")
+    constants = dict(HQ=32, HK=8, D=d, GROUPS=8, SCALE=0.1, PRECISION="ieee")
+    if dtype != "float32":
+        constants["PRECISION"] = "tf32"
+    blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=head_block(d))
+    return compile_usage(
+        flash_kernel,
+        signature,
+        constants | blocks,
+        device.capability,
+        config.num_warps,
+        config.num_stages,
+    )
+
+
+def split_usage(device: Device, config: DecodeConfig, d: int, dtype: str) -> Usage:
+    signature = dict.fromkeys(("q", "k", "v"), TYPE_NAMES[dtype])
+    signature |= {"mask": "*i1", "low": "*i32", "high": "*i32"}
+    signature |= dict.fromkeys(("S", "rows", "splits"), "i32")
+    signature |= dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
+    constants = dict(HQ=32, HK=8, D=d, GROUPS=8, SCALE=0.1, PRECISION="ieee", HEADS=16)
+    if dtype != "float32":
+        constants["PRECISION"] = "tf32"
+    blocks = dict(SPLIT=config.split, BLOCK_N=config.block_n, BLOCK_D=head_block(d))
+    return compile_usage(
+        split_kernel,
+        signature,
+        constants | blocks,
+        device.capability,
+        config.num_warps,
+        config.num_stages,
+    )
+
+
+def shipped() -> list[tuple[Device, FlashConfig | DecodeConfig, int, str]]:
+    """Every Triton config of a table, and what shapes alone lead to for other heads and dtypes."""
+    found = {}
+    for device in KNOWN_DEVICES:
+        for entry in tables.load(device.kind).entries:
+            found[device, entry.config, entry.d, entry.dtype] = None
+        for d in (64, 80, 128, 256):
+            for dtype in ("bfloat16", "float32"):
+                for op in ("attention_prefill", "attention_decode"):
+                    facts = problem(op, d=d, dtype=dtype)
+                    config = default_config(facts, "triton", device)
+                    found[device, config, d, dtype] = None
+    return [key for key in found if not isinstance(key[1], MosaicConfig)]
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "d", "dtype"),
+    shipped(),
+    ids=lambda value: getattr(value, "capability", None) or str(value),
+)
+def test_shipped_configs_compile_without_spills_and_fit(device, config, d, dtype):
+    if isinstance(config, FlashConfig):
+        found = flash_usage(device, config, d, dtype)
+        if dtype == "bfloat16":
+            wgmma = "wgmma.mma_async" if device is H200 else "mma.sync"
+            assert {wgmma, "cp.async.cg"} <= found.instructions
+    else:
+        found = split_usage(device, config, d, dtype)
+    assert found.spills == 0
+    assert found.shared_memory <= device.shared_memory_per_block
+    itemsize = 4 if dtype == "float32" else 2
+    modelled = config.shared_memory_bytes(d, itemsize, device.capability)
+    assert found.shared_memory <= modelled + 4096  # what filters configs before a launch
+    assert not found.instructions & {"red.", "atom."}  # reruns are bit-identical
+
+
+INTS = dict.fromkeys(("order", "before", "count", "low", "high", "total"), "*i32")
+INTS |= dict.fromkeys(("low_out", "high_out", "bounds"), "*i32")
+INTS |= dict.fromkeys(("T", "rows", "padded", "splits"), "i32")
+SHAPE = dict(HQ=32, D=128, GROUPS=8)
+OTHERS = {
+    "gather": (
+        gather_kernel,
+        {"q": "*bf16", "out": "*bf16"},
+        dict(SHAPE, BLOCK=64, BLOCK_D=128, KEYS=192),
+    ),
+    "scatter": (
+        scatter_kernel,
+        {"compact": "*bf16", "out": "*bf16"},
+        dict(SHAPE, BLOCK=64, BLOCK_D=128),
+    ),
+    "merge": (
+        merge_kernel,
+        {"peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "mask": "*i1", "out": "*bf16"},
+        dict(SHAPE, SPLIT=256, SPLITS=512, BLOCK_S=128, COLUMNS=32),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kernels_compile_without_spills(name, device):
+    kernel, signature, constants = OTHERS[name]
+    signature = {**{n: t for n, t in INTS.items() if n in kernel.arg_names}, **signature}
+    found = compile_usage(kernel, signature, constants, device.capability, 4, 1)
+    assert found.spills == 0
+    assert found.shared_memory <= device.shared_memory_per_block
+
+
+def mosaic_lowered(d: int, config: MosaicConfig, *, bounded: bool) -> str:
+    """The program that Mosaic GPU makes of the kernel for an H200 that is not there."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    from pallas_kernels.attention_prefill.mosaic_kernel import flash_attention
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    cache = array(2, 904, 2, d, dtype=jnp.bfloat16)
+    arrays = [array(14, 2, 640, d, dtype=jnp.bfloat16), cache, cache]
+    arrays += [array(2, 2, 640), array(2, 2, 640), array(2, 2, 10, 4), array(2, 2)]
+    edges = (array(2, 2), array(2, 2, config.block_n, 2, d, dtype=jnp.bfloat16))
+
+    def run(arrays, edges):
+        return flash_attention(
+            *arrays, edges if bounded else None, scale=0.1, config=config, from_start=not bounded
+        )
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(run).trace(arrays, edges).lower(lowering_platforms=("cuda",))
+    return lowered.as_text()
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_mosaic_fits_and_lowers(d, bounded):
+    """Registers and spills of a Mosaic kernel come from the card; memory and features do not."""
+    config = config_for(problem(d=d), "mosaic", H200)
+    assert isinstance(config, MosaicConfig)
+    assert config.shared_memory_bytes(d, 2) <= H200.shared_memory_per_block
+    assert "mosaic_gpu" in mosaic_lowered(d, config, bounded=bounded)
+
+
+def test_every_candidate_fits_its_card():
+    for device in KNOWN_DEVICES:
+        for case in (TINY_PREFILL, TINY_DECODE):
+            found = candidates(case, device)
+            assert found
+            assert any(isinstance(c, MosaicConfig) for c in found) == (
+                device is H200 and not case.decode
+            )
+
+
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
+def test_case_E7_configs_for_consumer_cards_fit(d):
+    for op in ("attention_prefill", "attention_decode"):
+        for dtype in ("bfloat16", "float32"):
+            for device in (RTX_5090, Device("NVIDIA GeForce RTX 4090", "8.9")):
+                facts = problem(op, d=d, dtype=dtype)
+                itemsize = 4 if dtype == "float32" else 2
+                needed = config_for(facts, "triton", device).shared_memory_bytes(
+                    d, itemsize, device.capability
+                )
+                assert needed <= 101_376
