@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from eval.kernel_cases.base import COLD_BYTES, Case, Family, Run, weight_sets
-from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels import dispatch
+from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
 from pallas_kernels._common.device import Device
 from pallas_kernels._common.problem import SMALL_TOKENS, Problem
 from pallas_kernels.gemm_mn.shapes import SHAPES as QUERY_SHAPES
@@ -29,6 +30,9 @@ TILES = (
     (128, 32, 64, 4, 4, (16,)),
     (128, 16, 64, 4, 4, (16,)),
 )
+# The persistent form, Hopper only: (columns of the weight tile, stages, bands), 128 tokens a tile.
+COMPACT = ((256, 3, (4, 8, 16)), (256, 4, (8,)), (128, 4, (8,)))
+MASKED = ((256, 3, (8,)), (256, 4, (8, 16)), (128, 5, (8,)))
 # Before Hopper: the accumulators of mma.sync leave less room, and there is less shared memory.
 TILES_MMA = (
     (128, 128, 32, 8, 4, (8, 16)),
@@ -144,18 +148,24 @@ class Product(Case):
                 block_n = columns // matrices
                 if 16 <= block_n <= self.group:
                     found += [TileConfig(bm, block_n, bk, warps, stages, band) for band in bands]
-        itemsize = jnp.dtype(self.dtype).itemsize
+            for shapes, compact in ((COMPACT, True), (MASKED, False)):
+                for columns, stages, bands in shapes:
+                    tile = (128, columns // matrices, 64, 8, stages)
+                    found += [
+                        PersistentConfig(*tile, band, device.multiprocessors, compact)
+                        for band in bands
+                        if not compact or columns // matrices <= self.group
+                    ]
         limit = device.shared_memory_per_block
-        return [
-            c
-            for c in dict.fromkeys(found)
-            if c.shared_memory_bytes(itemsize, matrices, capability, self.m) <= limit
-        ]
+        op = dispatch.facts(self.op)
+        return [c for c in dict.fromkeys(found) if op.fits(c, self.facts, limit, capability)]
 
     def relative_time(self, config: Config, sparsity: float) -> float:
         """See `tune_kernels.DERIVATION`."""
         if isinstance(config, SmallConfig):
             return (1.0 - sparsity**self.m) / 0.9
+        if not isinstance(config, TileConfig):
+            raise ValueError(f"the model has no rate for {config}")
         rate = {128: 0.85, 64: 0.65, 32: 0.45, 16: 0.25}
         columns = min(128, config.block_n * MATRICES[self.op])
         active = self.m * (1.0 - sparsity)

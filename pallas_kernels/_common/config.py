@@ -24,7 +24,8 @@ class TileConfig:
 
     A tile is `block_m` tokens x `block_n` output channels (for `swiglu_up`: of gate *and* of up),
     reduced `block_k` inputs at a time with `num_stages` buffers. `band` tiles of tokens are
-    launched together, tokens fastest (`_common/tile_kernel.py` draws the order).
+    launched together, tokens fastest (`_common/tile_kernel.py` draws the order, and says what
+    `share_zeros` and `halves` change).
     """
 
     block_m: int
@@ -33,6 +34,8 @@ class TileConfig:
     num_warps: int
     num_stages: int
     band: int = 16
+    share_zeros: bool = True
+    halves: bool = False
 
     def __post_init__(self):
         for field in ("block_m", "block_n", "block_k", "num_warps"):
@@ -41,6 +44,8 @@ class TileConfig:
         for field in ("num_stages", "band"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.halves and self.share_zeros:
+            raise ValueError("halves need share_zeros=False: a half tile clears no other tile")
 
     def shared_memory_bytes(
         self, itemsize: int, matrices: int, capability: str, tokens: int
@@ -55,6 +60,48 @@ class TileConfig:
         stages = _buffers(self.num_stages, capability)
         out = self.block_m * self.block_n * itemsize
         return max(stage * stages, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentConfig:
+    """The persistent form for Hopper (`_common/persistent_kernel.py`): a tile's loads run ahead.
+
+    Tiles as in `TileConfig`; `programs` of them are computed at a time, one a multiprocessor.
+    `compact`: tiles of active tokens only. Otherwise of all tokens and any groups, and the mask is
+    applied to the result: the dense product, with its zeros for nothing.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    band: int
+    programs: int
+    compact: bool
+
+    def __post_init__(self):
+        for field in ("block_m", "block_n", "block_k", "num_warps"):
+            if not _power_of_two(getattr(self, field)):
+                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
+        for field in ("band", "programs"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 2: loads run ahead")
+        if self.block_m != 16 * self.num_warps:
+            raise ValueError(f"block_m={self.block_m} must be 16 rows a warp, {self.num_warps=}")
+
+    def shared_memory_bytes(
+        self, itemsize: int, matrices: int, capability: str, tokens: int
+    ) -> int:
+        """Model of the shared memory one thread block takes, bytes; the same for any `tokens`.
+
+        The result is rearranged beside the operand tiles, of which the next ones are under way.
+        """
+        stage = (self.block_m + matrices * self.block_n) * self.block_k * itemsize
+        out = min(self.block_m * self.block_n * itemsize, 32_768)
+        return stage * self.num_stages + out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +170,13 @@ class KTileConfig:
         return tile.shared_memory_bytes(itemsize, matrices, capability, tokens)
 
 
-Config = TileConfig | SmallConfig | KTileConfig
-FORMS: dict[str, type[Config]] = {"tile": TileConfig, "small": SmallConfig, "k_tile": KTileConfig}
+Config = TileConfig | PersistentConfig | SmallConfig | KTileConfig
+FORMS: dict[str, type[Config]] = {
+    "tile": TileConfig,
+    "persistent": PersistentConfig,
+    "small": SmallConfig,
+    "k_tile": KTileConfig,
+}
 
 
 def to_json(config: Config) -> dict[str, Any]:

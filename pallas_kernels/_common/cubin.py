@@ -16,6 +16,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ def compile_usage(
         for name, kind in signature.items()
         if kind.startswith("*")
     }
-    source = ASTSource(kernel, types, dict(constants), attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, types, dict(constants), attrs)
     target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return _usage(triton.compile(source, target=target, options=options))
@@ -115,6 +117,13 @@ def tile_signature(dtype: str) -> dict[str, str]:
     """Parameter types of `tile_kernel`."""
     kind = TYPE_NAMES[dtype]
     return dict(x=kind, w=kind, w_up=kind, bias=kind, order="*i32", count="*i32", M="i32", out=kind)
+
+
+def persistent_signature(dtype: str) -> dict[str, str]:
+    """Parameter types of `persistent_kernel`."""
+    kind = TYPE_NAMES[dtype]
+    lists = dict(order="*i32", count="*i32", mask="*i1")
+    return dict(x=kind, w=kind, w_up=kind, bias=kind, **lists, M="i32", out=kind)
 
 
 def small_signature(dtype: str) -> dict[str, str]:

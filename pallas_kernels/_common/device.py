@@ -37,11 +37,12 @@ class Device:
     """A device as dispatch sees it.
 
     `kind` is the driver's name for it ("NVIDIA H200"), `capability` the CUDA compute capability
-    ("9.0"; None when it is not a CUDA device).
+    ("9.0"; None when it is not a CUDA device), `multiprocessors` how many it has.
     """
 
     kind: str
     capability: str | None
+    multiprocessors: int = 132
 
     @property
     def shared_memory_per_block(self) -> int:
@@ -54,9 +55,9 @@ class Device:
         return SHARED_MEMORY_PER_BLOCK[self.capability]
 
 
-A100 = Device("NVIDIA A100", "8.0")
-H200 = Device("NVIDIA H200", "9.0")
-RTX_5090 = Device("NVIDIA GeForce RTX 5090", "12.0")
+A100 = Device("NVIDIA A100", "8.0", 108)
+H200 = Device("NVIDIA H200", "9.0", 132)
+RTX_5090 = Device("NVIDIA GeForce RTX 5090", "12.0", 170)
 CPU = Device("cpu", None)
 KNOWN_DEVICES = (A100, H200, RTX_5090)
 
@@ -73,4 +74,4 @@ def current_device() -> Device:
 def _device_of(device: jax.Device) -> Device:
     if device.platform not in ("gpu", "cuda"):
         return Device(device.device_kind, None)
-    return Device(device.device_kind, str(device.compute_capability))
+    return Device(device.device_kind, str(device.compute_capability), device.core_count)

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from pallas_kernels._common.config import Config, SmallConfig, TileConfig
-from pallas_kernels._common.problem import OpFacts, Problem
+from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
+from pallas_kernels._common.problem import SMALL_TOKENS, OpFacts, Problem
 
 
 def output_pruned_facts(matrices: int) -> OpFacts:
@@ -19,7 +19,36 @@ def output_pruned_facts(matrices: int) -> OpFacts:
         shared_memory_bytes=shared_memory_bytes,
         fitted=fitted,
         for_pallas=lambda config, problem: pallas_config(config, matrices),
+        runs=lambda config, problem, capability: refusal(config, problem, capability) is None,
     )
+
+
+def refusal(config: Config, problem: Problem, capability: str) -> str | None:
+    """Why the config's kernel cannot run the problem, in words; None where it can.
+
+    `problem.n` must be the output channels; shared memory is not looked at.
+    """
+    if isinstance(config, SmallConfig) and not problem.small:
+        return f"the small form takes up to {SMALL_TOKENS} tokens, got m={problem.m}"
+    if not isinstance(config, PersistentConfig):
+        return None
+    steps = problem.k // config.block_k
+    groups = -(-problem.n // problem.group)
+    if not capability.startswith("9."):
+        return f"the persistent form needs compute capability 9 (wgmma), not {capability}"
+    if problem.dtype == "float32":
+        return "the persistent form takes bfloat16 and float16, not float32"
+    if problem.k % config.block_k or steps < config.num_stages - 1:
+        least = config.block_k * (config.num_stages - 1)
+        return (
+            f"the persistent form takes k in multiples of {config.block_k} from {least} on, "
+            f"got k={problem.k}"
+        )
+    if problem.group % 8 or problem.n % 8:
+        return f"the persistent form stores 8 channels at a time: {problem.group=}, {problem.n=}"
+    if max(problem.m * problem.k, problem.n * problem.k, problem.m * groups) >= 2**31:
+        return "the persistent form has 32-bit offsets: an array here has 2^31 elements or more"
+    return None
 
 
 def widest(problem: Problem) -> int:
@@ -28,8 +57,9 @@ def widest(problem: Problem) -> int:
 
 
 def fitted(config: Config, problem: Problem) -> Config:
-    """The config with a channel tile no wider than a group."""
-    if config.block_n <= widest(problem):
+    """The config with a channel tile no wider than a group, where tiles end with their group."""
+    over_groups = isinstance(config, PersistentConfig) and not config.compact
+    if over_groups or config.block_n <= widest(problem):
         return config
     return dataclasses.replace(config, block_n=widest(problem))
 
@@ -70,6 +100,11 @@ def pallas_config(config: Config, matrices: int) -> TileConfig:
     """
     if isinstance(config, SmallConfig):
         return TileConfig(16, min(64, max(32, config.block_n)), 32, 4, 2, 1)
+    if isinstance(config, PersistentConfig):
+        c = config
+        config = TileConfig(c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.band)
+    if not isinstance(config, TileConfig):
+        raise NotImplementedError(f"no output-pruned product runs with {config}")
     while config.block_m * config.block_n * matrices // (32 * config.num_warps) >= 128:
         config = dataclasses.replace(config, block_n=config.block_n // 2)
     return config

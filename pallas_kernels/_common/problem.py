@@ -64,6 +64,8 @@ class OpFacts:
         shared_memory_bytes: `(config, problem, capability)` -> bytes one block takes, a model.
         fitted: `(config, problem)` -> the tuned config as this problem can run it.
         for_pallas: a config for `implementation="pallas"`, from a tuned one; None: as it is.
+        runs: `(config, problem, capability)` -> whether the config's kernel can run the problem
+            there, shared memory aside; None: always.
         implementations: the names that `implementation=` takes.
     """
 
@@ -71,8 +73,13 @@ class OpFacts:
     shared_memory_bytes: Callable[[Config, Problem, str], int]
     fitted: Callable[[Config, Problem], Config]
     for_pallas: Callable[[Config, Problem], Config] | None = None
+    runs: Callable[[Config, Problem, str], bool] | None = None
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
 
     def fits(self, config: Config | None, problem: Problem, limit: int, capability: str) -> bool:
-        """Whether a block's shared memory holds the config. None, no tile sizes, always fits."""
-        return config is None or self.shared_memory_bytes(config, problem, capability) <= limit
+        """Whether the config runs the problem. None, no tile sizes, always does."""
+        if config is None:
+            return True
+        if self.runs is not None and not self.runs(config, problem, capability):
+            return False
+        return self.shared_memory_bytes(config, problem, capability) <= limit

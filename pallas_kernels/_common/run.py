@@ -4,6 +4,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._common.config import Config, Implementation, TileConfig
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.output_pruned import refusal
 from pallas_kernels._common.problem import Problem
 from pallas_kernels.dispatch import choose, config_for, facts
 from pallas_kernels.layout import MaskLayout
@@ -51,6 +52,8 @@ def run_kernel(
     capability = current_device().capability
     if implementation == "triton":
         triton_support.require_device(problem.op, capability)
+        if (why := refusal(config, problem, capability or "9.0")) is not None:
+            raise NotImplementedError(f"{problem.op}: {why}")
         from pallas_kernels._common.triton_gemm import pruned_gemm
 
         return pruned_gemm(x, weights, bias, layout, problem.group, config)

@@ -1,5 +1,6 @@
 """Launching the Triton bodies of the output-pruned GEMMs (shared by `gemm_mn` and `swiglu_up`)."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,8 +10,8 @@ import triton
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
-from pallas_kernels._common.config import Config, SmallConfig, TileConfig
-from pallas_kernels._common.problem import SMALL_TOKENS
+from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
+from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
@@ -27,18 +28,28 @@ def pruned_gemm(
 ) -> Float[Array, "M N"]:
     """`x w^T + bias`, or `silu(x w_gate^T) (x w_up^T)` for two weights, on active groups only."""
     m, n = x.shape[0], weights[0].shape[0]
-    arrays, constants, grid = arguments(x, weights, bias, layout, group_size, config)
+    call = arguments(x, weights, bias, layout, group_size, config)
     (out,) = triton_support.launch(
-        tile_kernel if isinstance(config, TileConfig) else small_kernel,
-        arrays,
+        call.kernel,
+        call.arrays,
         [m],
         [jax.ShapeDtypeStruct((m, n), x.dtype)],
-        grid=grid,
-        constants=constants,
+        grid=call.grid,
+        constants=call.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A kernel with its operands, compile-time constants and number of programs."""
+
+    kernel: Any
+    arrays: list[Any]
+    constants: dict[str, Any]
+    grid: int
 
 
 def arguments(
@@ -48,8 +59,8 @@ def arguments(
     layout: MaskLayout,
     group_size: int,
     config: Config,
-) -> tuple[list[Any], dict[str, Any], int]:
-    """Operands, compile-time constants and grid of the kernel that `config` names."""
+) -> Call:
+    """The kernel that `config` names, and what it is called with."""
     (m, k), n = x.shape, weights[0].shape[0]
     constants: dict[str, Any] = dict(
         N=n,
@@ -58,31 +69,49 @@ def arguments(
         GROUPS=layout.groups,
         GLU=len(weights) == 2,
         HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
     )
+    precision = "ieee" if x.dtype == jnp.float32 else "tf32"
     tiles_n = layout.groups * math.ceil(group_size / config.block_n)
     # An operand that is not read still takes its place in the kernel's signature.
     operands = [x, weights[0], weights[-1], weights[0] if bias is None else bias]
     match config:
         case TileConfig():
-            wide = max(m * k, n * k, m * layout.groups) >= 2**31
             constants |= dict(
+                PRECISION=precision,
                 BLOCK_M=config.block_m,
                 BAND=config.band,
-                WIDE=wide,
-                ZERO_ROWS_PER_STEP=triton.next_power_of_2(
-                    triton.cdiv(config.block_m, triton.cdiv(k, config.block_k))
-                ),
+                WIDE=max(m * k, n * k, m * layout.groups) >= 2**31,
+                SHARE_ZEROS=config.share_zeros,
+                HALVES=config.halves,
+                ZERO_ROWS=zero_rows(config, k),
             )
             grid = math.ceil(m / config.block_m) * tiles_n
-            return [*operands, layout.order, layout.count], constants, grid
+            return Call(tile_kernel, [*operands, layout.order, layout.count], constants, grid)
+        case PersistentConfig():
+            constants |= dict(
+                GROUPS_POWER=triton.next_power_of_2(layout.groups),
+                COMPACT=config.compact,
+                BLOCK_M=config.block_m,
+                BAND=config.band,
+                STAGES=config.num_stages,
+                PROGRAMS=config.programs,
+                ZERO_ROWS=zero_rows(config, k),
+            )
+            arrays = [*operands, layout.order, layout.count, layout.mask]
+            return Call(persistent_kernel, arrays, constants, config.programs)
         case SmallConfig():
-            if m > SMALL_TOKENS:
-                raise NotImplementedError(f"the small form takes up to 64 tokens, got {m=}")
-            constants |= dict(TOKENS=1 if m == 1 else max(16, triton.next_power_of_2(m)))
-            return [*operands, layout.mask], constants, tiles_n
+            tokens = 1 if m == 1 else max(16, triton.next_power_of_2(m))
+            constants |= dict(PRECISION=precision, TOKENS=tokens)
+            return Call(small_kernel, [*operands, layout.mask], constants, tiles_n)
+    raise NotImplementedError(f"no product runs with {config}")
+
+
+def zero_rows(config: TileConfig | PersistentConfig, k: int) -> int:
+    """Rows that a program clears a step, so that its loop clears `block_m` of them at least."""
+    least = math.ceil(config.block_m / math.ceil(k / config.block_k))
+    return 1 << (least - 1).bit_length()
 
 
 def zero_skipped(

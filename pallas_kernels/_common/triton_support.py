@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels._common.device import current_device
+
 # jax-triton and triton versions that are tested together (pinned by the `gpu` extra).
 TESTED_PAIR = {"jax-triton": "0.4.1", "triton": "3.7"}
 
@@ -89,8 +91,26 @@ def launch(
         if interpreting.get():
             from pallas_kernels._common import interpreter
 
+            if kernel.is_gluon():
+                raise NotImplementedError(f"{name} is a Gluon kernel, which has no interpreter")
             return interpreter.run(kernel, mutable, arrays, scalars, out, grid, constants)
         jax_triton = load()
+        if kernel.is_gluon():
+            from pallas_kernels._common import gluon_support
+
+            if mutable:
+                raise NotImplementedError(f"{name}: Gluon kernels do not update in place")
+            capability = current_device().capability
+            return gluon_support.call(
+                kernel,
+                arrays,
+                scalars,
+                out,
+                grid=grid,
+                constants=constants,
+                num_warps=num_warps,
+                capability=capability or "9.0",
+            )
         with warnings.catch_warnings():
             # Its successor, `jax.Ref` arguments, has no rule inside `custom_jvp` (jax 0.11.2).
             warnings.filterwarnings("ignore", message="input_output_aliases is deprecated")

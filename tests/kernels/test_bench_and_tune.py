@@ -148,8 +148,25 @@ def test_nothing_is_measured_without_a_gpu(command, tmp_path, monkeypatch):
 def test_the_clock_refuses_a_profile_without_kernels():
     compiled, failed = compile_all({"add": (lambda x: x + 1, (1.0,))})
     assert not failed
-    with pytest.raises(RuntimeError, match="0 kernels for 2 calls"):
+    with pytest.raises(RuntimeError, match="0 kernels for 2 rounds"):
         time_interleaved({"add": (compiled["add"], [(1.0,)])}, rounds=2)
+
+
+def test_the_clock_gives_every_contender_its_own_kernels(monkeypatch):
+    """Two contenders share a function; each round begins with an uncounted call of the last."""
+    compiled, failed = compile_all({"a": (lambda x: x + 1, (1.0,)), "b": (lambda x: x - 1, (1.0,))})
+    assert not failed
+    a, b = compiled["a"], compiled["b"]
+    # Per round: b (uncounted, 2 kernels), a for x, b for y, a for z, b for w.
+    ns = {a.module: [], b.module: []}
+    for i in range(3):
+        ns[b.module] += [1e9, 1e9, 10 + i, 20 + i, 30 + i, 40 + i]
+        ns[a.module] += [1 + i, 5 + i]
+    monkeypatch.setattr("eval.kernel_timing._kernel_durations", lambda files: ns)
+    sets = [(1.0,)]
+    timings = time_interleaved({"x": (a, sets), "y": (b, sets), "z": (a, sets), "w": (b, sets)}, 3)
+    found = {name: [round(ms * 1e6) for ms in t.samples_ms] for name, t in timings.items()}
+    assert found == {"x": [1, 2, 3], "y": [30, 32, 34], "z": [5, 6, 7], "w": [70, 72, 74]}
 
 
 def test_derived_tables_are_those_checked_in(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,24 +15,29 @@ import triton
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels
+from eval.kernel_cases import FAMILIES
 from pallas_kernels import dispatch
-from pallas_kernels._common import tuned
-from pallas_kernels._common.config import Config, SmallConfig, TileConfig
+from pallas_kernels._common import triton_support, tuned
+from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
 from pallas_kernels._common.cubin import (
     Usage,
     compile_ttir_usage,
     compile_usage,
+    persistent_signature,
     small_signature,
     tile_signature,
 )
 from pallas_kernels._common.device import A100, H200, KNOWN_DEVICES, RTX_5090, Device
 from pallas_kernels._common.output_pruned import pallas_config
 from pallas_kernels._common.pallas_tile import tile_gemm
+from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
+from pallas_kernels._common.triton_gemm import zero_rows
 from pallas_kernels._common.zero_kernel import zero_kernel
 from pallas_kernels.layout.triton import BLOCK_G, BLOCK_M, count_kernel, place_kernel
 
+run_module = importlib.import_module("pallas_kernels._common.run")
 layout_pallas = importlib.import_module("pallas_kernels.layout.pallas")
 
 
@@ -60,12 +66,19 @@ def shipped() -> list[Shipped]:
                 tokens = e.m if isinstance(e.config, SmallConfig) else 4096
                 one = Shipped(device, e.op, e.dtype, tokens, e.config)
                 found[dataclasses.replace(one, config=_without_band(e.config))] = one
+    # Gluon has no interpreter: what the tuner tries is compiled here, whether or not it won.
+    for op in ("gemm_mn", "swiglu_up"):
+        for config in FAMILIES[op].make(4096, 128, "llama-3.1-8b").candidates(H200):
+            if isinstance(config, PersistentConfig):
+                one = Shipped(H200, op, "bfloat16", 4096, config)
+                found[dataclasses.replace(one, config=_without_band(config))] = one
     return sorted(found.values(), key=str)
 
 
 def _without_band(config: Config) -> Config:
     """The band is a number in the code, not a shape: one of a kind is enough."""
-    return dataclasses.replace(config, band=1) if isinstance(config, TileConfig) else config
+    tiled = isinstance(config, TileConfig | PersistentConfig)
+    return dataclasses.replace(config, band=1) if tiled else config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +101,6 @@ def output_pruned_build(shipped: Shipped) -> Build:
         GROUPS=n // group,
         GLU=glu,
         HAS_BIAS=False,
-        PRECISION="tf32",
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
     )
@@ -97,9 +109,24 @@ def output_pruned_build(shipped: Shipped) -> Build:
             BLOCK_M=config.block_m,
             BAND=config.band,
             WIDE=False,
-            ZERO_ROWS_PER_STEP=triton.next_power_of_2(config.block_m * config.block_k // k),
+            SHARE_ZEROS=config.share_zeros,
+            HALVES=config.halves,
+            ZERO_ROWS=zero_rows(config, k),
         )
+        constants["PRECISION"] = "tf32"
         return Build(tile_kernel, tile_signature(shipped.dtype), constants)
+    if isinstance(config, PersistentConfig):
+        constants |= dict(
+            GROUPS_POWER=triton.next_power_of_2(n // group),
+            COMPACT=config.compact,
+            BLOCK_M=config.block_m,
+            BAND=config.band,
+            STAGES=config.num_stages,
+            PROGRAMS=config.programs,
+            ZERO_ROWS=zero_rows(config, k),
+        )
+        return Build(persistent_kernel, persistent_signature(shipped.dtype), constants)
+    constants["PRECISION"] = "tf32"
     tokens = shipped.tokens
     constants |= dict(TOKENS=1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)))
     return Build(small_kernel, small_signature(shipped.dtype), constants)
@@ -136,10 +163,45 @@ def test_shipped_config_compiles_without_spills_and_fits(shipped):
     )
     assert found.shared_memory <= modelled + 4096  # the model that filters configs before launch
     tensor_core = {"8.0": "mma.sync", "9.0": "wgmma.mma_async", "12.0": "mma.sync"}
-    if isinstance(shipped.config, TileConfig):
+    if isinstance(shipped.config, TileConfig | PersistentConfig):
         assert tensor_core[shipped.device.capability] in found.instructions
         assert "cp.async.cg" in found.instructions
     assert not found.instructions & {"red.", "atom."}  # deterministic: no atomics anywhere
+
+
+def test_a_gluon_kernel_is_called_with_its_own_waits(monkeypatch):
+    """What jaxlib is given: not what Triton's optimiser makes of it (it would wait for all)."""
+    from jaxlib import gpu_triton
+
+    from pallas_kernels._common import gluon_support
+
+    seen = []
+
+    def kernel(name, num_warps, num_ctas, shared, ptx, text, arch):
+        seen.append((num_warps, shared, ptx, arch))
+        return original(name, num_warps, num_ctas, shared, ptx, text, arch)
+
+    original = gpu_triton.TritonKernel
+    monkeypatch.setattr(gpu_triton, "TritonKernel", kernel)
+    monkeypatch.setattr(triton_support, "current_device", lambda: H200)
+    monkeypatch.setattr(run_module, "current_device", lambda: H200)
+    config = PersistentConfig(128, 256, 64, 8, 3, 8, 132, compact=True)
+
+    def call(x, w, mask):
+        layout = pallas_kernels.mask_layout(mask, implementation="xla")
+        return pallas_kernels.gemm_mn(x, w, layout, implementation="triton", config=config)
+
+    bf16 = jnp.bfloat16
+    shapes = (((4096, 4096), bf16), ((4096, 4096), bf16), ((4096, 8), jnp.bool_))
+    traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert f"@{gluon_support.CALL_TARGET}" in text
+    ((warps, shared, ptx, arch),) = seen
+    assert (warps, arch) == (8, 90)
+    assert 147_456 < shared <= H200.shared_memory_per_block
+    # Two steps' copies stay under way; only the end of a tile waits for the last product.
+    assert len(re.findall(r"cp\.async\.wait_group\s+1;", ptx)) == 3
+    assert len(re.findall(r"wgmma\.wait_group\S*\s+0;", ptx)) == 1
 
 
 def pallas_kernels_of(function, *shapes) -> list[tuple[str, int, int]]:

@@ -1,5 +1,6 @@
 """What `implementation=None` runs, and that it can be asked; the optional extra's failures."""
 
+import dataclasses
 import json
 import logging
 import sys
@@ -11,8 +12,16 @@ import pytest
 import pallas_kernels
 from pallas_kernels import explain
 from pallas_kernels._common import triton_support, tuned
-from pallas_kernels._common.config import SmallConfig, TileConfig, from_json, to_json
+from pallas_kernels._common.config import (
+    PersistentConfig,
+    SmallConfig,
+    TileConfig,
+    from_json,
+    to_json,
+)
 from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES, Device
+from pallas_kernels._common.output_pruned import refusal
+from pallas_kernels._common.testing import interpreted, random_mask
 from pallas_kernels.dispatch import Problem, config_for, default_config
 
 FFN = dict(m=16384, n=14336, k=4096, group=128)
@@ -97,7 +106,13 @@ def test_heuristic_is_pure_and_fits_small_shared_memory():
 
 
 @pytest.mark.parametrize(
-    "config", [TileConfig(64, 32, 64, 4, 3, 8), SmallConfig(16, 256, 4, 2)], ids=str
+    "config",
+    [
+        TileConfig(64, 32, 64, 4, 3, 8),
+        PersistentConfig(128, 256, 64, 8, 3, 8, 132, compact=False),
+        SmallConfig(16, 256, 4, 2),
+    ],
+    ids=str,
 )
 def test_config_json_round_trip(config):
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
@@ -182,7 +197,7 @@ def test_offsets_are_wide_exactly_where_an_array_passes_2_31_elements():
 
         def trace(x, w, mask):
             layout = pallas_kernels.mask_layout(mask)
-            seen.append(arguments(x, (w,), None, layout, n // groups, config)[1]["WIDE"])
+            seen.append(arguments(x, (w,), None, layout, n // groups, config).constants["WIDE"])
 
         shapes = (((m, k), jnp.bfloat16), ((n, k), jnp.bfloat16), ((m, groups), jnp.bool_))
         jax.eval_shape(trace, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
@@ -193,16 +208,36 @@ def test_offsets_are_wide_exactly_where_an_array_passes_2_31_elements():
     assert wide(128, 151_936, 14_336, 8)
 
 
+def test_the_persistent_form_says_what_it_cannot_run():
+    config = PersistentConfig(128, 256, 64, 8, 3, 8, 132, compact=True)
+    problem = Problem("gemm_mn", 4096, 4096, 4096, 512, "bfloat16")
+    assert refusal(config, problem, "9.0") is None
+    refused = {
+        "capability 9": refusal(config, problem, "8.0"),
+        "not float32": refusal(config, dataclasses.replace(problem, dtype="float32"), "9.0"),
+        "multiples of 64 from 128": refusal(config, dataclasses.replace(problem, k=4000), "9.0"),
+        "8 channels": refusal(config, dataclasses.replace(problem, group=100), "9.0"),
+        "32-bit offsets": refusal(config, dataclasses.replace(problem, m=2**20), "9.0"),
+    }
+    for words, reason in refused.items():
+        assert words in reason
+    with pytest.raises(ValueError, match="block_m=64 must be 16 rows a warp"):
+        PersistentConfig(64, 256, 64, 8, 3, 8, 132, compact=True)
+    x = w = jnp.ones((64, 128), jnp.bfloat16)
+    layout = pallas_kernels.mask_layout(jnp.ones((64, 4), bool))
+    with interpreted(), pytest.raises(NotImplementedError, match="no interpreter"):
+        pallas_kernels.gemm_mn(x, w[:64], layout, implementation="triton", config=config)
+
+
 def test_wide_offsets_give_the_same_result(monkeypatch):
     """The kernel body with 64-bit offsets, forced on a small shape."""
     from pallas_kernels._common import triton_gemm
-    from pallas_kernels._common.testing import interpreted, random_mask
 
     original = triton_gemm.arguments
 
     def forced(*args):
-        operands, constants, grid = original(*args)
-        return operands, constants | {"WIDE": True}, grid
+        call = original(*args)
+        return dataclasses.replace(call, constants=call.constants | {"WIDE": True})
 
     monkeypatch.setattr(triton_gemm, "arguments", forced)
     x = jax.random.normal(jax.random.key(0), (80, 48))
