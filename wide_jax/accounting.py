@@ -165,12 +165,15 @@ def usage(
     readers, reads = _kv_readers(config, attn_groups)
     attn_skip = [1.0 - mask.astype(jnp.float32) for mask in masks.attention]
     idle = [jnp.where(reads, skip[..., readers], 1.0).prod(axis=-1) for skip in attn_skip]
-    # Stacked before they are summed over tokens: compilers merge one sum a layer of every figure
-    # into a single kernel, which takes them minutes for thirty layers.
+    # Stacked, and stored, before they are summed over tokens: else XLA merges every layer's sums
+    # into one kernel whose compile time grows with the square of the layers (minutes for thirty).
     n = counts * jnp.stack([keys if w is None else jnp.minimum(keys, float(w)) for w in windows])
     attn_pairs = jnp.stack([skip.sum(axis=-1) for skip in attn_skip])
     ffn_pairs = jnp.stack([(1.0 - mask.astype(jnp.float32)).sum(axis=-1) for mask in masks.ffn])
     idle_heads = jnp.stack([heads.sum(axis=-1) for heads in idle])
+    attn_pairs, ffn_pairs, idle_heads = jax.lax.optimization_barrier(
+        (attn_pairs, ffn_pairs, idle_heads)
+    )
     return Usage(
         counts.sum(),
         n.sum(axis=(1, 2)),
