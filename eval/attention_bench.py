@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eval.attention_problems import CASES, AttentionCase, decode_case, prefill_case
 from eval.kernel_cases.base import MaskKind
-from eval.kernel_timing import compile_all, time_interleaved
+from eval.kernel_timing import Compiled, compile_all, time_interleaved
 from pallas_kernels._attention.config import AttentionConfig, AttentionImplementation, to_json
 from pallas_kernels._attention.dispatch import AttentionOp, choose, config_for, kernels_for
 from pallas_kernels._common.testing import relative_error
@@ -57,43 +57,83 @@ def cases(ops: tuple[AttentionOp, ...], config: AttentionBench, model: str) -> l
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionContest:
+    """One problem with its operands, every sparsity and mask of it, and the kernels to run."""
+
+    case: AttentionCase
+    operands: list[tuple[Any, ...]]
+    cells: list[tuple[float, MaskKind, jax.Array]]
+    contenders: dict[str, tuple[AttentionImplementation, AttentionConfig | None]]
+
+    def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """The baselines and the contenders, with example arguments."""
+        example = (*self.operands[0], self.everything_on())
+        found = {name: (run, example) for name, run in self.case.dense().items()}
+        for name, (implementation, settings) in self.contenders.items():
+            found[name] = (self.case.run(implementation, settings), example)
+        return found
+
+    def everything_on(self) -> Any:
+        """What the op takes where nothing is skipped."""
+        case = self.case
+        return case.choice(jnp.ones((case.b * case.t, case.groups), bool))
+
+
+def contest(case: AttentionCase, measure: Measure) -> AttentionContest:
+    """Every sparsity and mask, and dense and every kernel that runs here with its own configs."""
+    cells = []
+    contenders: dict[str, tuple[AttentionImplementation, AttentionConfig | None]] = {
+        "dense": ("dense", None)
+    }
+    for s in measure.sparsities:
+        one_mask = s == 0.0 or case.b * case.t == 1
+        for kind in measure.masks[:1] if one_mask else measure.masks:
+            cells.append((s, kind, case.mask(kind, s)))
+        hinted = dataclasses.replace(case.facts, expected_sparsity=s)
+        for implementation in kernels_for(case.facts):
+            settings = config_for(hinted, implementation)
+            contenders[f"{implementation} {settings}"] = (implementation, settings)
+    return AttentionContest(case, case.operands(), cells, contenders)
+
+
 def attention_records(
-    case: AttentionCase, config: AttentionBench, measure: Measure
+    problems: list[AttentionCase], config: AttentionBench, measure: Measure
 ) -> Iterator[dict[str, Any]]:
-    """Every sparsity and mask of one problem: every kernel that runs here, and the baselines."""
-    sets = case.operands()
-    cells = [
-        (s, kind)
-        for s in measure.sparsities
-        for kind in (measure.masks[:1] if s == 0.0 or case.b * case.t == 1 else measure.masks)
-    ]
-    masks = [case.mask(kind, s) for s, kind in cells]
-    choices = [case.choice(mask) for mask in masks]
-    everything = case.choice(jnp.ones((case.b * case.t, case.groups), bool))
-    contenders = _contenders(case, cells)
-    functions = {name: (run, (*sets[0], everything)) for name, run in case.dense().items()}
-    for name, (implementation, settings) in contenders.items():
-        functions[name] = (case.run(implementation, settings), (*sets[0], everything))
+    """The records of all problems; all contenders are compiled together, first."""
+    contests = [contest(case, measure) for case in problems]
+    functions = {(i, n): f for i, c in enumerate(contests) for n, f in c.functions().items()}
     compiled, failed = compile_all(functions, workers=16)
-    for name, error in failed.items():
-        raise RuntimeError(f"{case}: {name} does not run") from error
-    for i, (s, kind) in enumerate(cells):
-        calls = [(*operands, choices[i]) for operands in sets]
+    for (i, name), error in failed.items():
+        raise RuntimeError(f"{problems[i]}: {name} does not run") from error
+    for i, one in enumerate(contests):
+        runs = {name: run for (j, name), run in compiled.items() if i == j}
+        yield from contest_records(one, runs, config, measure)
+
+
+def contest_records(
+    one: AttentionContest, compiled: dict[str, Compiled], config: AttentionBench, measure: Measure
+) -> Iterator[dict[str, Any]]:
+    """Every cell of one problem: every kernel, in turns with the baselines."""
+    case = one.case
+    for s, kind, mask in one.cells:
+        choice = case.choice(mask)
+        calls = [(*operands, choice) for operands in one.operands]
         turns = {name: (run, calls) for name, run in compiled.items()}
-        baselines = {name: name for name in case.dense()}
+        baselines = list(case.dense())
         if case.decode:
-            full = [(*operands, everything) for operands in sets]
-            turns["triton, all on"] = (compiled[_kernel(case, 0.0)], full)
-            baselines["triton, all on"] = "triton, all on"
+            full = [(*operands, one.everything_on()) for operands in one.operands]
+            name = "triton, all on"
+            turns[name] = (compiled[_kernel(case, measure.sparsities[0])], full)
+            baselines.append(name)
         timings = time_interleaved(turns, measure.rounds)
         best = min(baselines, key=lambda name: timings[name].ms)
         expected = _expected(case, calls[0], config)
-        hinted = dataclasses.replace(case.facts, expected_sparsity=s)
-        choice = choose(hinted)
-        picked = "dense" if choice.config is None else f"{choice.implementation} {choice.config}"
+        picked = choose(dataclasses.replace(case.facts, expected_sparsity=s))
+        runs = "dense" if picked.config is None else f"{picked.implementation} {picked.config}"
+        kept = float(mask.mean())
         for name, timing in timings.items():
-            implementation, settings = contenders.get(name, (f"{name}, unmasked", None))
-            kept = float(masks[i].mean())
+            implementation, settings = one.contenders.get(name, (f"{name}, unmasked", None))
             row: dict[str, Any] = {
                 "op": case.op,
                 "case": CASES[case.op],
@@ -103,7 +143,7 @@ def attention_records(
                 "sparsity": 1.0 - kept,
                 "mask": kind if s > 0.0 else "all_on",
                 "implementation": implementation,
-                "dispatched": name == picked,
+                "dispatched": name == runs,
                 "config": None if settings is None else to_json(settings),
                 "ms": timing.ms,
                 "samples_ms": timing.samples_ms,
@@ -115,9 +155,9 @@ def attention_records(
                 "cold_l2": case.decode,
                 "temporary_bytes": turns[name][0].temporary_bytes,
                 "rel_error": None,
-                **case.active(masks[i]),
+                **case.active(mask),
             }
-            if expected is not None and name in contenders:
+            if expected is not None and name in one.contenders:
                 row["rel_error"] = relative_error(turns[name][0].call(*calls[0]), expected)
             yield row
 
@@ -125,21 +165,6 @@ def attention_records(
 def _kernel(case: AttentionCase, sparsity: float) -> str:
     hinted = dataclasses.replace(case.facts, expected_sparsity=sparsity)
     return f"triton {config_for(hinted, 'triton')}"
-
-
-def _contenders(
-    case: AttentionCase, cells: list[tuple[float, MaskKind]]
-) -> dict[str, tuple[AttentionImplementation, AttentionConfig | None]]:
-    """Dense with zeros, and the kernels that run here with the configs that the hints lead to."""
-    found: dict[str, tuple[AttentionImplementation, AttentionConfig | None]] = {
-        "dense": ("dense", None)
-    }
-    for s in sorted({0.0} | {s for s, _ in cells}):
-        hinted = dataclasses.replace(case.facts, expected_sparsity=s)
-        for implementation in kernels_for(case.facts):
-            settings = config_for(hinted, implementation)
-            found[f"{implementation} {settings}"] = (implementation, settings)
-    return found
 
 
 def _expected(

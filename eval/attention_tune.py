@@ -14,7 +14,7 @@ from rich.console import Console
 
 from eval import records
 from eval.attention_problems import CASES, AttentionCase, decode_case, prefill_case
-from eval.kernel_timing import compile_all, time_interleaved
+from eval.kernel_timing import Compiled, compile_all, time_interleaved
 from pallas_kernels._attention import tables
 from pallas_kernels._attention.config import (
     AttentionConfig,
@@ -23,14 +23,19 @@ from pallas_kernels._attention.config import (
     MosaicConfig,
     to_json,
 )
-from pallas_kernels._attention.dispatch import AttentionOp, default_config, kernels_for
+from pallas_kernels._attention.dispatch import (
+    AttentionOp,
+    default_config,
+    implementation_of,
+    kernels_for,
+)
 from pallas_kernels._common.device import KNOWN_DEVICES, Device, current_device
 from pallas_kernels._common.testing import relative_error
 from pallas_kernels._common.tuned import file_name
 
-MOSAIC = ((192, 2), (128, 2), (128, 3), (64, 4))
+MOSAIC = ((192, 2), (128, 2), (64, 3))
 # wgmma (Hopper), and mma.sync before and after it: larger tiles spill there.
-FLASH = ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 2))
+FLASH = ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3))
 FLASH_MMA = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 4, 3), (64, 32, 8, 2))
 DECODE = ((256, 64, 4, 3), (512, 64, 4, 3), (1024, 64, 4, 3), (1024, 64, 4, 4), (1024, 32, 4, 4))
 DECODE += ((2048, 64, 4, 3),)
@@ -93,14 +98,22 @@ def tune_attention(
         else:
             console.print(f"{path}: other versions ({found.versions}); tuning all of it again")
     out.mkdir(parents=True, exist_ok=True)
+    done = {entry.key for entry in table.entries}
+    trials = []
     for case in problems:
-        done = {entry.key for entry in table.entries}
-        missing = [s for s in sparsities if _key(case, s) not in done]
-        if not missing:
-            continue
-        entries, failures = tune(case, missing, device, rounds)
-        for name, reason in failures.items():
-            console.print(f"  not run: {case} {name}: {reason}")
+        missing = tuple(s for s in sparsities if _key(case, s) not in done)
+        if missing:
+            trials.append(trial(case, missing, device))
+    functions = {(i, n): f for i, one in enumerate(trials) for n, f in one.functions().items()}
+    compiled, failures = compile_all(functions, workers=16)
+    for i, one in enumerate(trials):
+        runs = {name: run for (j, name), run in compiled.items() if i == j}
+        for (j, name), error in failures.items():
+            if i == j and name not in one.configs:
+                raise error
+            if i == j:
+                console.print(f"  not run: {one.case} {name}: {repr(error)[:160]}")
+        entries = measure(one, runs, rounds)
         table = dataclasses.replace(table, entries=(*table.entries, *entries))
         tables.write(table, path)
         for entry in entries:
@@ -124,47 +137,57 @@ def candidates(case: AttentionCase, device: Device) -> list[AttentionConfig]:
     return [c for c in found if c.shared_memory_bytes(case.d, itemsize, capability) <= limit]
 
 
-def tune(
-    case: AttentionCase, sparsities: list[float], device: Device, rounds: int
-) -> tuple[list[tables.AttentionEntry], dict[str, str]]:
-    """Measure all candidates of one problem: the winners, and what could not run."""
-    sets = case.operands()
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One problem with its operands, the masks to measure and the configs to try."""
+
+    case: AttentionCase
+    operands: list[tuple[Any, ...]]
+    choices: dict[float, Any]  # sparsity -> what the op takes of its mask
+    configs: dict[str, AttentionConfig]
+
+    def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Dense without and with zeros, and every candidate, with example arguments."""
+        example = (*self.operands[0], next(iter(self.choices.values())))
+        found = {f"plain {name}": run for name, run in self.case.dense().items()}
+        found["dense"] = self.case.run("dense")
+        for name, config in self.configs.items():
+            found[name] = self.case.run(implementation_of(config), config)
+        return {name: (run, example) for name, run in found.items()}
+
+
+def trial(case: AttentionCase, sparsities: tuple[float, ...], device: Device) -> Trial:
+    """The trial of one problem on a device."""
     choices = {s: case.choice(case.mask("random", s)) for s in sparsities}
-    example = (*sets[0], choices[sparsities[0]])
-    configs = {str(config): config for config in candidates(case, device)}
-    functions: dict[str, Any] = {f"plain {n}": (run, example) for n, run in case.dense().items()}
-    functions["dense"] = (case.run("dense"), example)
-    for name, config in configs.items():
-        implementation = "mosaic" if isinstance(config, MosaicConfig) else "triton"
-        functions[name] = (case.run(implementation, config), example)
-    compiled, failures = compile_all(functions, workers=14)
-    for required in functions.keys() - configs.keys():
-        if required in failures:
-            raise failures[required]
+    return Trial(case, case.operands(), choices, {str(c): c for c in candidates(case, device)})
+
+
+def measure(one: Trial, compiled: dict[str, Compiled], rounds: int) -> list[tables.AttentionEntry]:
+    """The winner at every sparsity. Raises `RuntimeError` on a kernel that disagrees with dense."""
     entries = []
-    for s in sparsities:
-        expected = compiled["dense"].call(*sets[0], choices[s])
-        for name in configs.keys() & compiled.keys():
-            error = relative_error(compiled[name].call(*sets[0], choices[s]), expected)
+    kernels = one.configs.keys() & compiled.keys()
+    for s, choice in one.choices.items():
+        calls = [(*operands, choice) for operands in one.operands]
+        expected = compiled["dense"].call(*calls[0])
+        for name in kernels:
+            error = relative_error(compiled[name].call(*calls[0]), expected)
             if not error < 1e-2:
-                raise RuntimeError(f"{case}: {name} differs from dense by {error:.2g}")
-        calls = [(*operands, choices[s]) for operands in sets]
+                raise RuntimeError(f"{one.case}: {name} differs from dense by {error:.2g}")
         timings = time_interleaved({n: (c, calls) for n, c in compiled.items()}, rounds)
-        plain = min(t.ms for n, t in timings.items() if n not in configs)
-        best = min(configs.keys() & timings.keys(), key=lambda n: timings[n].ms)
-        config = configs[best]
-        winner = "mosaic" if isinstance(config, MosaicConfig) else "triton"
-        fastest = timings["dense"].ms < timings[best].ms
+        plain = min(t.ms for n, t in timings.items() if n not in one.configs)
+        best = min(kernels, key=lambda n: timings[n].ms)
+        dense_wins = timings["dense"].ms < timings[best].ms
+        config = one.configs[best]
         entries.append(
             tables.AttentionEntry(
-                *_key(case, s),
-                implementation="dense" if fastest else winner,
+                *_key(one.case, s),
+                implementation="dense" if dense_wins else implementation_of(config),
                 config=config,
                 ms=round(min(timings["dense"].ms, timings[best].ms), 5),
                 dense_ms=round(plain, 5),
             )
         )
-    return entries, {name: repr(error)[:160] for name, error in failures.items()}
+    return entries
 
 
 def _key(case: AttentionCase, sparsity: float) -> tuple:

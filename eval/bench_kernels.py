@@ -86,11 +86,10 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
             for row in contest_records(contests, config, console):
                 keep(row)
             progress.advance(task)
-        for case in cases:
-            progress.update(task, description=f"{case.op} b={case.b} t={case.t} s={case.s}")
-            for row in attention_bench.attention_records(case, config.attention, measure):
-                keep(row)
-            progress.advance(task)
+        progress.update(task, description="attention")
+        for row in attention_bench.attention_records(cases, config.attention, measure):
+            keep(row)
+        progress.advance(task, len(cases))
     console.print(table(rows))
     if cases:
         console.print(attention_bench.table(rows))

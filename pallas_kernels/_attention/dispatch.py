@@ -129,7 +129,7 @@ def choose(problem: AttentionProblem, device: Device | None = None) -> Attention
         return AttentionChoice("dense", None, reason, measured)
     if entry.implementation == "dense":
         reason += "; dense cannot run this: the fastest kernel"
-    return AttentionChoice(_implementation(entry.config), entry.config, reason, measured)
+    return AttentionChoice(implementation_of(entry.config), entry.config, reason, measured)
 
 
 def kernels_for(
@@ -196,7 +196,8 @@ def default_config(
     return candidates[-1]
 
 
-def _implementation(config: AttentionConfig) -> AttentionImplementation:
+def implementation_of(config: AttentionConfig) -> AttentionImplementation:
+    """The kernel that a config is for."""
     return "mosaic" if isinstance(config, MosaicConfig) else "triton"
 
 
@@ -218,7 +219,7 @@ def _nearest(
         for entry in table.entries
         if (entry.op, entry.d) == (problem.op, problem.d)
         and (entry.dtype == "float32") == (problem.dtype == "float32")
-        and _implementation(entry.config) in runs
+        and implementation_of(entry.config) in runs
         and entry.config.shared_memory_bytes(entry.d, problem.itemsize, capability) <= limit
     ]
 

@@ -191,7 +191,7 @@ def fake_gpu(monkeypatch):
 
 @pytest.mark.parametrize("case", [TINY_PREFILL, TINY_DECODE], ids=lambda case: case.op)
 def test_benchmark_records(case, fake_gpu):
-    rows = list(attention_records(case, AttentionBench(), Measure((0.0, 0.5), ("random",), 2)))
+    rows = list(attention_records([case], AttentionBench(), Measure((0.0, 0.5), ("random",), 2)))
     for sparsity in (0.0, 0.5):
         cell = [row for row in rows if row["expected_sparsity"] == sparsity]
         assert sum(row["dispatched"] for row in cell) == 1
