@@ -5,10 +5,16 @@
     q = gemm_mn(x, w_q, layout_attention)   # query projection of the active head groups
     h = swiglu_up(x, w_gate, w_up, layout)  # FFN channels of the active groups
     y = gemm_k(h, w_down, layout, residual=x)  # summed over the active groups of input channels
+    out = attention_prefill(q, k, v, layout_attention)      # causal, active heads only
+    out = attention_decode(q, k_cache, v_cache, mask, lengths)
 
 docs/kernels.md explains layout, kernels and measurements.
 """
 
+from pallas_kernels._attention.dispatch import AttentionChoice as AttentionChoice
+from pallas_kernels._attention.dispatch import explain_attention as explain_attention
+from pallas_kernels.attention_decode import attention_decode as attention_decode
+from pallas_kernels.attention_prefill import attention_prefill as attention_prefill
 from pallas_kernels.dispatch import Choice as Choice
 from pallas_kernels.dispatch import explain as explain
 from pallas_kernels.gemm_k import gemm_k as gemm_k
