@@ -76,11 +76,11 @@ class AttentionTable:
 def read(text: str) -> AttentionTable:
     """A table from its JSON text. Raises `ValueError` where it is not one."""
     data = json.loads(text)
-    entries = tuple(
-        AttentionEntry(**{**item, "config": from_json(item["config"])})
-        for item in data.pop("entries")
-    )
-    return AttentionTable(entries=entries, **data)
+    entries = []
+    for item in data.pop("entries"):
+        config = from_json(item.pop("config"))
+        entries.append(AttentionEntry(**item, config=config))
+    return AttentionTable(entries=tuple(entries), **data)
 
 
 def write(table: AttentionTable, path: pathlib.Path) -> None:
