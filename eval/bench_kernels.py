@@ -176,15 +176,20 @@ class Contest:
     case: Case
     operands: list[tuple[Any, ...]]
     cells: list[Cell]
+    layouts: list[Any]  # of the cells
+
+    def naive(self, cell: Cell, config: BenchConfig) -> bool:
+        """Whether the naive baselines run in this cell."""
+        facts = self.case.facts
+        sized = facts.m in config.naive_tokens and facts.group in config.naive_groups
+        return sized and cell.sparsity == 0.5 and cell.kind == "random"
 
     def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Dense without and with zeros, and every kernel that a cell needs."""
-        layout = pallas_kernels.mask_layout(
-            make_mask("random", self.case.facts.m, self.case.groups, 0.0)
-        )
         found = {"dense": self.case.dense(), "dense+zeros": self.case.pruned("dense")}
         found |= {str(c.kernel): self.case.pruned("triton", c.kernel) for c in self.cells}
-        return {name: (run, (*self.operands[0], layout)) for name, run in found.items()}
+        example = (*self.operands[0], self.layouts[0])
+        return {name: (run, example) for name, run in found.items()}
 
 
 def contest(family: Family, m: int, group: int, config: BenchConfig) -> Contest:
@@ -196,7 +201,11 @@ def contest(family: Family, m: int, group: int, config: BenchConfig) -> Contest:
         choice, kernel = dispatch.choose(hinted), dispatch.config_for(hinted)
         kinds = config.masks[:1] if s == 0.0 else config.masks
         cells += [Cell(s, kind, choice, kernel) for kind in kinds]
-    return Contest(family, case, case.operands(), cells)
+    layouts = [
+        pallas_kernels.mask_layout(make_mask(cell.kind, m, case.groups, cell.sparsity))
+        for cell in cells
+    ]
+    return Contest(family, case, case.operands(), cells, layouts)
 
 
 def contest_records(
@@ -207,43 +216,44 @@ def contest_records(
     compiled, failed = compile_all(functions, workers=16)
     for (i, name), error in failed.items():
         raise RuntimeError(f"{contests[i].case}: {name} does not run") from error
-    for i, one in enumerate(contests):
-        runs = {name: run for (j, name), run in compiled.items() if i == j}
-        yield from cell_records(one, runs, config, console)
-
-
-def cell_records(
-    contest: Contest, compiled: dict[str, Compiled], config: BenchConfig, console: Console
-) -> Iterator[dict[str, Any]]:
-    """Every cell of one problem: what dispatch picks, the kernel, the baselines."""
-    case, sets, cells = contest.case, contest.operands, contest.cells
-    facts, m = case.facts, case.facts.m
-    masks = [make_mask(cell.kind, m, case.groups, cell.sparsity) for cell in cells]
-    layouts = [pallas_kernels.mask_layout(mask) for mask in masks]
     turns = {}
-    for i, cell in enumerate(cells):
-        calls = [(*operands, layouts[i]) for operands in sets]
-        for name in ("dense", "dense+zeros", str(cell.kernel)):
-            turns[i, name] = (compiled[name], calls)
+    for i, one in enumerate(contests):
+        for j, (cell, layout) in enumerate(zip(one.cells, one.layouts, strict=True)):
+            calls = [(*operands, layout) for operands in one.operands]
+            for name in ("dense", "dense+zeros", str(cell.kernel)):
+                turns[i, j, name] = (compiled[i, name], calls)
     timings = time_interleaved(turns, config.rounds)
-    for i, cell in enumerate(cells):
-        naive = m in config.naive_tokens and facts.group in config.naive_groups
-        if naive and cell.sparsity == 0.5 and cell.kind == "random":
-            arguments = (*sets[0], layouts[i])
-            extra = _naive(case, layouts[i], arguments, console)
-            both = {(i, name): (contender, [arguments]) for name, contender in extra.items()}
-            timings |= time_interleaved(both, min(config.rounds, 10))
-            turns |= both
+    naive = {}
+    for i, one in enumerate(contests):
+        for j, cell in enumerate(one.cells):
+            if one.naive(cell, config):
+                naive |= {(i, j, n): turn for n, turn in _naive(one, j, console).items()}
+    if naive:
+        timings |= time_interleaved(naive, min(config.rounds, 10))
+        turns |= naive
+    for i, one in enumerate(contests):
+        own = {(j, name): turn for (k, j, name), turn in turns.items() if k == i}
+        times = {(j, name): timings[i, j, name] for j, name in own}
+        yield from _rows(one, own, times, config)
+
+
+def _rows(
+    one: Contest,
+    turns: dict[tuple[int, str], tuple[Compiled, list[tuple[Any, ...]]]],
+    timings: dict[tuple[int, str], Timing],
+    config: BenchConfig,
+) -> Iterator[dict[str, Any]]:
+    """The records of one problem's cells, with errors for short inputs and random masks."""
     expected = {}
-    if m <= config.error_tokens:
-        wide = tuple(a.astype(jnp.float32) for a in sets[0])
-        for i, cell in enumerate(cells):
-            if cell.kind == "random" and bool(masks[i].any()):
-                expected[i] = case.pruned("reference")(*wide, layouts[i])
-    for (i, name), (contender, calls) in turns.items():
-        cell, kernel = cells[i], str(cells[i].kernel)
+    if one.case.facts.m <= config.error_tokens:
+        wide = tuple(a.astype(jnp.float32) for a in one.operands[0])
+        for j, (cell, layout) in enumerate(zip(one.cells, one.layouts, strict=True)):
+            if cell.kind == "random" and bool(layout.mask.any()):
+                expected[j] = one.case.pruned("reference")(*wide, layout)
+    for (j, name), (contender, calls) in turns.items():
+        cell, kernel = one.cells[j], str(one.cells[j].kernel)
         dispatched = "dense+zeros" if cell.choice.implementation == "dense" else kernel
-        row = _row(contest, cell, masks[i], timings[i, name], timings[i, "dense"])
+        row = _row(one, cell, one.layouts[j].mask, timings[j, name], timings[j, "dense"])
         named = {kernel: "triton", "dense+zeros": "dense", "dense": "dense-unmasked"}
         row["implementation"] = named.get(name, name)
         row["dispatched"] = name == dispatched
@@ -251,18 +261,20 @@ def cell_records(
         row["temporary_bytes"] = contender.temporary_bytes
         row["peak_bytes"] = contender.temporary_bytes + contender.output_bytes
         row["rel_error"] = None
-        if i in expected and name != "dense":
-            row["rel_error"] = relative_error(contender.call(*calls[0]), expected[i])
+        if j in expected and name != "dense":
+            row["rel_error"] = relative_error(contender.call(*calls[0]), expected[j])
         yield row
 
 
-def _naive(case: Case, layout, arguments, console: Console) -> dict[str, Compiled]:
-    """The naive baselines compiled for this mask; the ones that do not fit are printed."""
-    functions = {name: (run, arguments) for name, run in case.naive(layout).items()}
+def _naive(one: Contest, j: int, console: Console) -> dict[str, Any]:
+    """The turns of the naive baselines for a cell's mask; the ones that do not fit are printed."""
+    layout = one.layouts[j]
+    arguments = (*one.operands[0], layout)
+    functions = {name: (run, arguments) for name, run in one.case.naive(layout).items()}
     compiled, failed = compile_all(functions, workers=2)
     for name, error in failed.items():
-        console.print(f"  not run: {name} on {case}: {repr(error)[:200]}")
-    return compiled
+        console.print(f"  not run: {name} on {one.case}: {repr(error)[:200]}")
+    return {name: (run, [arguments]) for name, run in compiled.items()}
 
 
 def _row(

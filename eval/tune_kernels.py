@@ -149,26 +149,27 @@ def trial(case: Case, sparsities: list[float], device: Device) -> Trial:
 
 
 def measure(trials: list[Trial], rounds: int) -> Iterator[tuple[list[tuned.Entry], dict[str, str]]]:
-    """The winners of each trial, and what could not run. All are compiled together, first."""
+    """The winners of each trial, and what could not run.
+
+    All contenders are compiled together and take turns together: one profile for all.
+    """
     functions = {(i, n): f for i, t in enumerate(trials) for n, f in t.functions().items()}
     compiled, failures = compile_all(functions, workers=16)
+    turns = {}
     for i, one in enumerate(trials):
-        failed = {name: error for (j, name), error in failures.items() if i == j}
-        for required in ("dense", "plain"):
-            if required in failed:
-                raise failed[required]
+        for name in ("dense", "plain"):
+            if (i, name) in failures:
+                raise failures[i, name]
         runs = {name: run for (j, name), run in compiled.items() if i == j}
-        for layout in one.layouts.values():
+        for s, layout in one.layouts.items():
             _check(one.case, runs, one.configs, (*one.operands[0], layout))
-        turns = {
-            (s, name): (run, [(*o, layout) for o in one.operands])
-            for s, layout in one.layouts.items()
-            for name, run in runs.items()
-        }
-        timings = time_interleaved(turns, rounds)
+            sets = [(*operands, layout) for operands in one.operands]
+            turns |= {(i, s, name): (run, sets) for name, run in runs.items()}
+    timings = time_interleaved(turns, rounds) if turns else {}
+    for i, one in enumerate(trials):
         entries = []
         for s in one.layouts:
-            ms = {name: timings[s, name].ms for name in runs}
+            ms = {name: t.ms for (j, at, name), t in timings.items() if (j, at) == (i, s)}
             best = min((name for name in ms if name != "plain"), key=ms.__getitem__)
             fastest = min(one.configs.keys() & ms.keys(), key=ms.__getitem__, default=None)
             entries.append(
@@ -180,6 +181,7 @@ def measure(trials: list[Trial], rounds: int) -> Iterator[tuple[list[tuned.Entry
                     dense_ms=round(min(ms["dense"], ms["plain"]), 5),
                 )
             )
+        failed = {name: error for (j, name), error in failures.items() if i == j}
         yield entries, {f"{one.case} {name}": repr(e)[:160] for name, e in failed.items()}
 
 
