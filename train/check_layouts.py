@@ -7,6 +7,7 @@ agree within the tolerance, restored arrays bit for bit.
 
 import dataclasses
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,8 +70,11 @@ def main(args: Args) -> None:
     losses: list[np.ndarray] = []
     speeds: list[float] = []
 
-    def run(config: TrainConfig) -> tuple[PreparedStage, TrainState, Any]:
-        prepared = prepare(model, wide, config, stage=args.stage, dtype=args.dtype)
+    def compiled(config: TrainConfig) -> PreparedStage:
+        return prepare(model, wide, config, stage=args.stage, dtype=args.dtype)
+
+    def run(prepared: PreparedStage) -> tuple[TrainState, Any]:
+        config = prepared.config
         state, frozen = start(prepared)
         timing, state = measure(prepared, state, frozen, updates=args.updates - 2, warm_up=2)
         losses.append(np.array(timing.losses))
@@ -85,13 +89,15 @@ def main(args: Args) -> None:
         if args.json is not None:
             record = common_fields("train") | record_fields(prepared, timing, model=args.shape)
             append_record(args.json, record)
-        return prepared, state, frozen
+        return state, frozen
 
-    prepared, state, frozen = run(config)
-    one, like_one = prepared, jax.tree.map(_shape, (state.trainable, state.opt_state))
-    after_one, _ = measure(prepared, state, frozen, updates=1, warm_up=0)
+    with ThreadPoolExecutor() as threads:  # compiling is most of a short comparison
+        on_one, on_many = threads.map(compiled, (config, many))
+    state, frozen = run(on_one)
+    like_one = jax.tree.map(_shape, (state.trainable, state.opt_state))
+    after_one, _ = measure(on_one, state, frozen, updates=1, warm_up=0)
     del state, frozen
-    prepared, state, frozen = run(many)
+    state, frozen = run(on_many)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(folder, {"updates": config.updates})
         checkpoints.save(state)
@@ -106,8 +112,8 @@ def main(args: Args) -> None:
         (restored.trainable, restored.opt_state),
         written,
     )
-    _, frozen = start(one)
-    after_many, _ = measure(one, restored, frozen, updates=1, warm_up=0)
+    _, frozen = start(on_one)
+    after_many, _ = measure(on_one, restored, frozen, updates=1, warm_up=0)
     gap = float(np.abs(losses[0] - losses[1]).max())
     next_gap = abs(after_one.losses[0] - after_many.losses[0])
     console.print(

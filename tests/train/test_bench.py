@@ -8,9 +8,9 @@ import pytest
 
 from eval.records import COMMON, FIELDS, check_record, common_fields
 from tests.train.tiny import tiny_config, tiny_model
-from train import shapes
 from train.bench import measure, prepare, record_fields, start
 from train.flops import step_flops_per_token
+from wide_jax import shapes
 from wide_jax.cli.bench_train import Args, main
 
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.train.tiny import tiny_model
-from train import check_layouts, shapes
+from train import check_layouts
 from train.check_layouts import Args, main
+from wide_jax import shapes
 
 
 @pytest.fixture
