@@ -20,6 +20,8 @@ from pallas_kernels._attention.config import AttentionConfig, AttentionImplement
 from pallas_kernels._attention.dispatch import AttentionOp, choose, config_for, kernels_for
 from pallas_kernels._common.testing import relative_error
 
+AT_ONCE = 4  # problems whose contenders are compiled side by side
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBench:
@@ -100,15 +102,16 @@ def contest(case: AttentionCase, measure: Measure) -> AttentionContest:
 def attention_records(
     problems: list[AttentionCase], config: AttentionBench, measure: Measure
 ) -> Iterator[dict[str, Any]]:
-    """The records of all problems; all contenders are compiled together, first."""
-    contests = [contest(case, measure) for case in problems]
-    functions = {(i, n): f for i, c in enumerate(contests) for n, f in c.functions().items()}
-    compiled, failed = compile_all(functions, workers=16)
-    for (i, name), error in failed.items():
-        raise RuntimeError(f"{problems[i]}: {name} does not run") from error
-    for i, one in enumerate(contests):
-        runs = {name: run for (j, name), run in compiled.items() if i == j}
-        yield from contest_records(one, runs, config, measure)
+    """The records of all problems; the contenders of a few problems are compiled together."""
+    for some in itertools.batched(problems, AT_ONCE):
+        contests = [contest(case, measure) for case in some]
+        functions = {(i, n): f for i, c in enumerate(contests) for n, f in c.functions().items()}
+        compiled, failed = compile_all(functions, workers=16)
+        for (i, name), error in failed.items():
+            raise RuntimeError(f"{some[i]}: {name} does not run") from error
+        for i, one in enumerate(contests):
+            runs = {name: run for (j, name), run in compiled.items() if i == j}
+            yield from contest_records(one, runs, config, measure)
 
 
 def contest_records(

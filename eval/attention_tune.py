@@ -37,6 +37,7 @@ MOSAIC = ((192, 2), (128, 2), (64, 3))
 # wgmma (Hopper), and mma.sync before and after it: larger tiles spill there.
 FLASH = ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3))
 FLASH_MMA = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 4, 3), (64, 32, 8, 2))
+AT_ONCE = 2  # problems compiled together: a stop in between loses no more
 DECODE = ((256, 64, 4, 3), (512, 64, 4, 3), (1024, 64, 4, 3), (1024, 64, 4, 4), (1024, 32, 4, 4))
 DECODE += ((2048, 64, 4, 3),)
 
@@ -99,25 +100,23 @@ def tune_attention(
             console.print(f"{path}: other versions ({found.versions}); tuning all of it again")
     out.mkdir(parents=True, exist_ok=True)
     done = {entry.key for entry in table.entries}
-    trials = []
-    for case in problems:
-        missing = tuple(s for s in sparsities if _key(case, s) not in done)
-        if missing:
-            trials.append(trial(case, missing, device))
-    functions = {(i, n): f for i, one in enumerate(trials) for n, f in one.functions().items()}
-    compiled, failures = compile_all(functions, workers=16)
-    for i, one in enumerate(trials):
-        runs = {name: run for (j, name), run in compiled.items() if i == j}
-        for (j, name), error in failures.items():
-            if i == j and name not in one.configs:
+    missing = {case: tuple(s for s in sparsities if _key(case, s) not in done) for case in problems}
+    todo = [case for case in problems if missing[case]]
+    for some in itertools.batched(todo, AT_ONCE):
+        trials = [trial(case, missing[case], device) for case in some]
+        functions = {(i, n): f for i, one in enumerate(trials) for n, f in one.functions().items()}
+        compiled, failures = compile_all(functions, workers=16)
+        for (i, name), error in failures.items():
+            if name not in trials[i].configs:
                 raise error
-            if i == j:
-                console.print(f"  not run: {one.case} {name}: {repr(error)[:160]}")
-        entries = measure(one, runs, rounds)
-        table = dataclasses.replace(table, entries=(*table.entries, *entries))
-        tables.write(table, path)
-        for entry in entries:
-            console.print(_line(entry))
+            console.print(f"  not run: {trials[i].case} {name}: {repr(error)[:160]}")
+        for i, one in enumerate(trials):
+            runs = {name: run for (j, name), run in compiled.items() if i == j}
+            entries = measure(one, runs, rounds)
+            table = dataclasses.replace(table, entries=(*table.entries, *entries))
+            tables.write(table, path)
+            for entry in entries:
+                console.print(_line(entry))
     console.print(f"{len(table.entries)} attention problems in {path}")
     return table
 

@@ -67,10 +67,10 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
             records.append_record(config.json, record)
 
     keep(copy_record(config.rounds))
-    for groups in (8, 112, 224, 448):
+    products, attention = split_ops(config.ops)
+    for groups in (8, 112, 224, 448) if products else ():
         for row in layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
-    products, attention = split_ops(config.ops)
     shapes = [
         (family, m, config.groups or family.bench_groups)
         for family in products.values()

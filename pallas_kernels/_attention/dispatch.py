@@ -114,9 +114,10 @@ def choose(problem: AttentionProblem, device: Device | None = None) -> Attention
     found = tables.table_for(device)
     entry = None if found is None else _nearest(problem, device, found[0])
     if found is None or entry is None:
-        config = config_for(problem, "triton", device)
-        reason = f"no entry for {problem.op} on {device.kind}: derived"
-        return AttentionChoice("triton", config, reason, measured=False)
+        kernel = kernels_for(problem, device)[0]
+        reason = f"no entry for {problem.op}, heads of {problem.d}, on {device.kind}: derived"
+        config = default_config(problem, kernel, device)
+        return AttentionChoice(kernel, config, reason, measured=False)
     table, exact = found
     reason = (
         f"{table.device_kind}: nearest entry b={entry.b} t={entry.t} s={entry.s} "
