@@ -59,14 +59,13 @@ class MosaicConfig:
             raise ValueError(f"stages={self.stages} must be at least 2")
 
     def shared_memory_bytes(self, d: int, itemsize: int, capability: str = "9.0") -> int:
-        """Shared memory of one thread block, bytes: q (reused for the result), k and v, barriers.
+        """Shared memory of one thread block, bytes: q (reused for the result), k and v.
 
-        1 KiB is left for the two tiles' ranges, the barriers and alignment.
+        2 KiB more that Mosaic GPU keeps for reductions, and 1 KiB for barriers and alignment.
         """
         del capability
-        ranges = 2 * self.BLOCK_M * 4
         keys = 2 * self.stages * self.block_n * d * itemsize
-        return self.BLOCK_M * d * itemsize + keys + ranges + 1024
+        return self.BLOCK_M * d * itemsize + keys + 2048 + 1024
 
 
 @dataclasses.dataclass(frozen=True)

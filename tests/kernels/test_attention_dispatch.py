@@ -11,10 +11,14 @@ from rich.console import Console
 import eval.attention_bench
 import eval.attention_problems
 import eval.attention_tune
+import eval.bench_kernels
+import eval.tune_kernels
 from eval.attention_bench import AttentionBench, Measure, attention_records
 from eval.attention_problems import AttentionCase, split_ops
 from eval.attention_tune import AttentionTune, candidates, tune_attention
+from eval.bench_kernels import BenchConfig
 from eval.kernel_timing import Timing
+from eval.tune_kernels import TuneConfig
 from pallas_kernels._attention import tables
 from pallas_kernels._attention.config import (
     DecodeConfig,
@@ -33,6 +37,7 @@ from pallas_kernels._attention.dispatch import (
 )
 from pallas_kernels._common.cubin import TYPE_NAMES, Usage, compile_usage
 from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES, RTX_5090, Device
+from pallas_kernels._common.shapes import MODELS, ModelShape
 from pallas_kernels._common.testing import interpreted
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
 from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
@@ -207,6 +212,55 @@ def test_benchmark_records(case, fake_gpu):
     assert half["bytes"] < full["bytes"]
     json.dumps(rows)
     assert eval.attention_bench.table(rows).row_count == 2
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    monkeypatch.setitem(MODELS, "tiny", ModelShape(32, 64, 4, 2, 64))
+    clock = eval.attention_bench.time_interleaved
+    for module in (eval.bench_kernels, eval.tune_kernels):
+        monkeypatch.setattr(module, "current_device", lambda: A100)
+        monkeypatch.setattr(module, "time_interleaved", clock)
+
+
+def test_bench_command_with_attention_only(fake_gpu, small_models, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval.bench_kernels, "copy_record", _no_copy)
+    config = BenchConfig(
+        json=tmp_path / "kernels.jsonl",
+        model="tiny",
+        ops=("attention_prefill", "attention_decode"),
+        sparsities=(0.5,),
+        masks=("random",),
+        rounds=2,
+        attention=AttentionBench(
+            prefill_tokens=(33,), groups=(2,), decode=((2, 40),), decode_groups=(2,)
+        ),
+    )
+    rows = eval.bench_kernels.main(config)
+    assert {row["op"] for row in rows} == {"copy", "attention_prefill", "attention_decode"}
+    assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == len(rows)
+
+
+def _no_copy(rounds):
+    shape = {"bytes": 1}
+    return {"op": "copy", "shape": shape, "implementation": "xla", "ms": 1.0, "dispatched": True}
+
+
+def test_tune_command_with_attention_only(fake_gpu, small_models, tmp_path):
+    attention = AttentionTune(
+        prefill_tokens=(33,),
+        prefill_groups=(2,),
+        decode=((2, 40),),
+        decode_groups=(2,),
+        sparsities=(0.5,),
+    )
+    config = TuneConfig(
+        tmp_path, model="tiny", ops=("attention_prefill", "attention_decode"), attention=attention
+    )
+    table = eval.tune_kernels.main(config)
+    assert table.entries == ()
+    written = tables.read((tmp_path / "attention_nvidia_a100.json").read_text())
+    assert {entry.op for entry in written.entries} == {"attention_prefill", "attention_decode"}
 
 
 def test_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path):
