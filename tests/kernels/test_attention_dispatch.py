@@ -242,8 +242,8 @@ def test_bench_command_with_attention_only(fake_gpu, small_models, tmp_path, mon
 
 
 def _no_copy(rounds):
-    shape = {"bytes": 1}
-    return {"op": "copy", "shape": shape, "implementation": "xla", "ms": 1.0, "dispatched": True}
+    what = {"op": "copy", "case": "copy", "shape": {"bytes": 1}, "dtype": "float32"}
+    return what | {"sparsity": 0.0, "mask": "none", "implementation": "xla", "ms": 1.0}
 
 
 def test_tune_command_with_attention_only(fake_gpu, small_models, tmp_path):
