@@ -68,6 +68,14 @@ def test_visible_ranges(implementation, ranges):
 MOSAIC_CHUNK = AttentionShape(b=1, t=150, s=200, hq=2, hk=1, d=64, groups=1)
 
 
+@pytest.fixture
+def no_races(capfd):
+    """Pallas' interpreter prints the races that it finds."""
+    yield
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(
     "ranges",
     [
@@ -95,6 +103,7 @@ def test_mask_patterns(implementation, pattern):
     check(SMALL, mask, implementation, config=KERNELS.get(implementation))
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("pattern", ["ragged", "one_token_only"])
 def test_mask_patterns_in_mosaic(pattern):
     shape = AttentionShape(b=2, t=140, s=140, hq=2, hk=2, d=64, groups=2)
