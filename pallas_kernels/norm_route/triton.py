@@ -233,8 +233,10 @@ def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:
     """Three bfloat16 parts that add up to a float32 weight, the small one first."""
     parts, rest = [], w
     for _ in range(3):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest = rest - parts[-1].astype(jnp.float32)
+        # Not a cast there and back: XLA may drop that pair, and no rest would be left.
+        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
     return jnp.stack(parts[::-1])
 
 
