@@ -50,8 +50,16 @@ def default_config(problem: Problem, shared_memory: int, capability: str) -> Con
     return candidates[-1]
 
 
+def runs(config: Config, problem: Problem, capability: str) -> bool:
+    """Whether the config's kernel can run the problem there, shared memory aside."""
+    if isinstance(config, SmallConfig):
+        return problem.small
+    return isinstance(config, KTileConfig)
+
+
 FACTS = OpFacts(
     default_config=default_config,
+    runs=runs,
     shared_memory_bytes=shared_memory_bytes,
     fitted=fitted,
     implementations=("reference", "dense", "triton"),

@@ -25,13 +25,14 @@ def k_sum_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr,
-    SCALE_N: tl.constexpr,  # columns that share a scale, a multiple of BLOCK_N
+    SCALES: tl.constexpr,  # column tiles
+    SCALE_N: tl.constexpr,  # columns of one, a power of two: they share a scale
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Add up one block of outputs."""
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    SCALES: tl.constexpr = (N + SCALE_N - 1) // SCALE_N
+    PARTS: tl.constexpr = BLOCK_N // SCALE_N if BLOCK_N > SCALE_N else 1
     pid = tl.program_id(0)
     tokens = (pid // BLOCKS_N * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     first = pid % BLOCKS_N * BLOCK_N
@@ -55,9 +56,19 @@ def k_sum_kernel(
             other=0.0,
         ).to(tl.float32)
         if SCALED:
-            at = tl.full((), super_group, tl.int64) * SCALES + first // SCALE_N
-            factor = tl.load(scale + at * M + tokens, mask=token_ok & on, other=0.0)
-            values *= factor[:, None]
+            at = scale + tl.full((), super_group, tl.int64) * SCALES * M
+            if PARTS == 1:
+                factor = tl.load(at + first // SCALE_N * M + tokens, mask=token_ok & on, other=0.0)
+                values *= factor[:, None]
+            else:
+                part = first // SCALE_N + tl.arange(0, PARTS)
+                factor = tl.load(
+                    at + part[None, :] * M + tokens[:, None],
+                    mask=(token_ok & on)[:, None] & (part < SCALES)[None, :],
+                    other=0.0,
+                )
+                parted = tl.reshape(values, (BLOCK_M, PARTS, SCALE_N)) * factor[:, :, None]
+                values = tl.reshape(parted, (BLOCK_M, BLOCK_N))
         total += values
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]

@@ -32,7 +32,6 @@ def gemm_k(
     if isinstance(config, SmallConfig):
         return _small(h, w, layout, bias, residual, group_size, config)
     order = layout.k_order or order_k_axis(layout.mask, layout.count)
-    m, n = h.shape[0], w.shape[0]
     arrays, scalars, out, constants, grid = tile_arguments(
         h, w, order, bias, residual, group_size, config
     )
@@ -46,23 +45,39 @@ def gemm_k(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if constants["SUPERS"] == 1:
+    if result.ndim == 2:
         return result
-    columns = min(config.block_n, 256)
+    return _sum(result, scale, layout, bias, residual, order.size, h.dtype)
+
+
+def _sum(
+    partial: Float[Array, "supers M N"],
+    scale: Float[Array, "scales column_tiles tokens"],
+    layout: MaskLayout,
+    bias: Float[Array, " N"] | None,
+    residual: Float[Array, "M N"] | None,
+    size: int,
+    dtype: Any,
+) -> Float[Array, "M N"]:
+    supers, m, n = partial.shape
+    columns = min(256, triton.next_power_of_2(n))
     block_m = 2048 // columns
-    shared = ("N", "SUPERS", "SIZE", "SCALED")
     (y,) = triton_support.launch(
         k_sum_kernel,
-        [result, scale, layout.mask, _given(bias, h), _given(residual, h)],
+        [partial, scale, layout.mask, *(partial if x is None else x for x in (bias, residual))],
         [m],
-        [jax.ShapeDtypeStruct((m, n), h.dtype)],
+        [jax.ShapeDtypeStruct((m, n), dtype)],
         grid=math.ceil(m / block_m) * math.ceil(n / columns),
         constants=dict(
-            {name: constants[name] for name in shared},
+            N=n,
             GROUPS=layout.groups,
+            SUPERS=supers,
+            SIZE=size,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
-            SCALE_N=config.block_n,
+            SCALED=partial.dtype == jnp.float16,
+            SCALES=scale.shape[1],
+            SCALE_N=scale_columns(n, scale.shape[1]),
             BLOCK_M=block_m,
             BLOCK_N=columns,
         ),
@@ -70,6 +85,11 @@ def gemm_k(
         num_stages=1,
     )
     return y
+
+
+def scale_columns(n: int, column_tiles: int) -> int:
+    """Outputs that share a scale: the width of a column tile, a power of two."""
+    return triton.next_power_of_2(triton.cdiv(n, column_tiles))
 
 
 def tile_arguments(
