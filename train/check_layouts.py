@@ -94,7 +94,7 @@ def main(args: Args) -> None:
     with ThreadPoolExecutor() as threads:  # compiling is most of a short comparison
         on_one, on_many = threads.map(compiled, (config, many))
     state, frozen = run(on_one)
-    like_one = jax.tree.map(_shape, (state.trainable, state.opt_state))
+    like_one = TrainState(*jax.tree.map(_shape, (state.trainable, state.opt_state)), update=0)
     after_one, _ = measure(on_one, state, frozen, updates=1, warm_up=0)
     del state, frozen
     state, frozen = run(on_many)
@@ -105,7 +105,7 @@ def main(args: Args) -> None:
         written = jax.tree.map(np.asarray, (state.trainable, state.opt_state))
         del state, frozen
         checkpoints = Checkpoints(folder, {"updates": config.updates})
-        restored = checkpoints.restore(TrainState(*like_one, 0))
+        restored = checkpoints.restore(like_one)
         checkpoints.close()
     same = jax.tree.map(
         lambda a, b: np.asarray(a).tobytes() == b.tobytes(),

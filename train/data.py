@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -198,7 +198,7 @@ class ShuffledBatches:
 class _LocalRows:
     """Of every `per_update` rows in turn those numbered `numbers`; no other is read."""
 
-    rows: Rows
+    rows: Any  # `Rows`, as grain's data set
     per_update: int
     numbers: tuple[int, ...]
 
@@ -219,7 +219,7 @@ def stack_rows(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> HostBatch:
 def local_rows(mesh: Mesh, count: int) -> tuple[int, ...]:
     """Which of `count` rows lie on this process's devices, in order."""
     places = _tokens_sharding(mesh).addressable_devices_indices_map((count, 1))
-    return tuple(sorted({row for index in places.values() for row in range(count)[index[0]]}))
+    return tuple(sorted({row for index in places.values() for row in _rows_of(index, count)}))
 
 
 def on_mesh(batch: HostBatch, mesh: Mesh, *, count: int | None = None) -> TokenBatch:
@@ -245,13 +245,17 @@ def on_mesh(batch: HostBatch, mesh: Mesh, *, count: int | None = None) -> TokenB
     sharding = _tokens_sharding(mesh)
 
     def put(x: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            wanted = range(count)[index[0]]
-            return x[np.searchsorted(numbers, wanted), index[1]]
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            return x[np.searchsorted(numbers, _rows_of(index, count))]
 
         return jax.make_array_from_callback((count, length), sharding, part)
 
     return TokenBatch(put(batch.input_ids), put(batch.positions), put(batch.segment_ids))
+
+
+def _rows_of(index: tuple[slice, ...] | None, count: int) -> range:
+    """The rows in a device's part of `count`; tokens are never split."""
+    return range(count) if index is None else range(count)[index[0]]
 
 
 def _tokens_sharding(mesh: Mesh) -> NamedSharding:

@@ -93,7 +93,7 @@ def report(console: Console, result: PerplexityResult) -> None:
 
 def to_record(args: Args, loaded: LoadedModel, result: PerplexityResult) -> dict[str, Any]:
     """The result as a record of the `eval` suite."""
-    recipe = {"method": "dense"} if args.dense else loaded.recipe()
+    recipe: dict[str, Any] = {"method": "dense"} if args.dense else loaded.recipe()
     return eval_record(
         model=loaded.fingerprint(),
         name=loaded.name,
