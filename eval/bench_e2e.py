@@ -25,7 +25,7 @@ from eval.e2e_runs import (
     CompiledRun,
     Profile,
     Variant,
-    compiled,
+    compile_all,
     decided_usage,
     dense_variants,
     empty_cache,
@@ -47,7 +47,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels
 from wide_jax.memory import estimate_memory
 from wide_jax.model import WideForCausalLM
-from wide_jax.routing import Argmax, Forced, Routing
+from wide_jax.routing import Argmax, Forced
 
 Phase = Literal["prefill", "decode"]
 ELEMENT_BYTES = 2  # bf16
@@ -73,6 +73,8 @@ class E2EConfig:
     """Timed turns of every contender."""
     seconds_per_cell: float = 20.0
     """Fewer rounds (3 at least) where a cell would take longer."""
+    compile_alone: bool = False
+    """Compile one contender at a time, to quote compile times."""
     profile: bool = False
     """Also where a call's time goes: by part of a layer, and the longest kernels by name."""
     json: Path | None = None
@@ -148,8 +150,8 @@ def measure(
                     if config.json is not None:
                         records.append_record(config.json, record)
                     console.print(line(record), highlight=False)
-                    for text in profile_lines(record):
-                        console.print(f"[dim]{text}[/dim]", highlight=False)
+                    for where in profile_lines(record):
+                        console.print(f"[dim]{where}[/dim]", highlight=False)
         del model
     console.print(table(rows))
     return rows
@@ -214,6 +216,7 @@ def cell(
                 "ideal_speedup": one.ideal,
                 "tokens_per_second": 1e3 * batch * (tokens if phase == "prefill" else 1) / one.ms,
                 "compile_seconds": one.run.compile_seconds,
+                "compiled_alone": config.compile_alone,
                 "temporary_gib": one.run.temporary_bytes / 2**30,
                 "peak_gib": one.peak_gib,
                 "breakdown": None if one.profile is None else one.profile.parts,
@@ -236,21 +239,23 @@ def _phase(
     if phase == "decode":
         cache = _filled(model, ids, lengths, cache)
     token = jnp.zeros((batch,), jnp.int32)
-    runs: list[tuple[CompiledRun, Any, Routing]] = []
+    states, routings, calls = [], [], []
     for variant in variants:
         graphdef, state = routed(model, variant)
+        states.append(state)
         if phase == "prefill":
-            run = compiled(run_prefill, graphdef, state, ids, lengths, cache, variant.routing)
-            runs.append((run, state, variant.routing))
+            routings.append(variant.routing)
+            arguments = (graphdef, state, ids, lengths, cache, variant.routing)
+            calls.append((run_prefill, arguments))
         else:
-            run = compiled(
-                run_decode, graphdef, state, token, cache, variant.step_routing, config.steps
-            )
-            runs.append((run, state, variant.step_routing))
+            routings.append(variant.step_routing)
+            arguments = (graphdef, state, token, cache, variant.step_routing, config.steps)
+            calls.append((run_decode, arguments))
+    runs = compile_all(calls, together=not config.compile_alone)
     samples: list[list[float]] = [[] for _ in variants]
 
     def once(index: int, cache):
-        run, state, routing = runs[index]
+        run, state, routing = runs[index], states[index], routings[index]
         if phase == "prefill":
             return run.call(state, ids, lengths, cache, routing)
         return run.call(state, token, cache, routing)
@@ -295,7 +300,7 @@ def _phase(
             _ideal(model.config, wide, skipped, phase, batch),
             where,
         )
-        for variant, (run, _, _), taken, skipped, where in zip(
+        for variant, run, taken, skipped, where in zip(
             variants, runs, samples, used, profiles, strict=True
         )
     ]

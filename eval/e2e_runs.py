@@ -6,7 +6,8 @@ Both are the functions that `generate` runs. A decode loop draws greedily and st
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -69,14 +70,30 @@ def run_decode(graphdef, state, token, cache, routing, steps):
     return token, dataclasses.replace(after, lengths=cache.lengths)
 
 
-def compiled(function, *arguments) -> CompiledRun:
-    """Compile a jitted function for these arguments; nothing runs."""
-    start = time.perf_counter()
-    lowered = function.lower(*arguments)
-    done = lowered.compile()
-    spent = time.perf_counter() - start
-    memory = done.memory_analysis()
-    return CompiledRun(done, spent, 0 if memory is None else memory.temp_size_in_bytes)
+def compile_all(
+    calls: Sequence[tuple[Any, tuple[Any, ...]]], *, together: bool
+) -> list[CompiledRun]:
+    """Compile jitted functions for given arguments; nothing runs.
+
+    Args:
+        calls: (jitted function, its arguments).
+        together: side by side; false where the compile times are to be quoted.
+    """
+
+    def finish(item) -> CompiledRun:
+        lowered, tracing = item
+        start = time.perf_counter()
+        done = lowered.compile()
+        spent = tracing + time.perf_counter() - start
+        memory = done.memory_analysis()
+        return CompiledRun(done, spent, 0 if memory is None else memory.temp_size_in_bytes)
+
+    lowered = []
+    for function, arguments in calls:
+        start = time.perf_counter()
+        lowered.append((function.lower(*arguments), time.perf_counter() - start))
+    with ThreadPoolExecutor(len(calls) if together else 1) as pool:
+        return list(pool.map(finish, lowered))
 
 
 def random_model(
