@@ -3,6 +3,7 @@
 `PROGRAMS` programs (one a multiprocessor) each compute tiles `t = pid, pid + PROGRAMS, ...` of
 `BLOCK_M` tokens x `BLOCK_N` channels. What that buys over `tile_kernel` (one tile a program): the
 loads of a tile's first steps are in flight while the tile before it is finished and stored.
+Weights come by the copy engine (TMA), gathered tokens by `cp.async`.
 
     step            0    1   ...            K/BK - 2   K/BK - 1 | 0 of the next tile
     load into smem  2    3   ...  K/BK - 1  0 of next  1 of next  2 of next
@@ -34,6 +35,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -78,24 +81,50 @@ def locate_dense(tiles_m, t, TILES_N: gl.constexpr, BAND: gl.constexpr):
 
 
 @jit
-def fetch(a_smem, b_smem, x_tile, w_tile, stage, live):
-    """Start copying one step's operands; nothing, but still a group of copies, if not `live`."""
-    every: gl.constexpr = x_tile.type.layout
-    mask_a = gl.full(x_tile.shape, 1, gl.int1, every) & live
-    mask_b = gl.full(w_tile.shape, 1, gl.int1, every) & live
-    async_copy.async_copy_global_to_shared(a_smem.index(stage), x_tile, mask=mask_a)
-    async_copy.async_copy_global_to_shared(b_smem.index(stage), w_tile, mask=mask_b)
-    async_copy.commit_group()
+def fetch(
+    x_desc,
+    w_desc,
+    w_up_desc,
+    a_smem,
+    b_smem,
+    arrived,
+    x_tile,
+    row,
+    column,
+    start,
+    stage,
+    live,
+    GLU: gl.constexpr,
+    COMPACT: gl.constexpr,
+):
+    """Start copying one step's operands to a free stage; nothing if not `live`.
 
-
-@jit
-def weight_rows(w, w_up, first_column, lane, N: gl.constexpr, K: gl.constexpr, GLU: gl.constexpr):
-    """Pointers to the rows of the weight tile; for GLU gate 0, up 0, gate 1, up 1, ..."""
-    if GLU:
-        channel = gl.minimum(first_column + lane // 2, N - 1)
-        return gl.where(lane % 2 == 0, w + channel * K, w_up + channel * K)
+    Weights, and tokens in their own order, come by the copy engine (TMA), which counts its bytes on
+    the stage's barrier; gathered tokens by every thread's own copies, which are a group of their
+    own even if not `live`.
+    """
+    barrier = arrived.index(stage)
+    if COMPACT:
+        mask = gl.full(x_tile.shape, 1, gl.int1, x_tile.type.layout) & live
+        async_copy.async_copy_global_to_shared(a_smem.index(stage), x_tile, mask=mask)
+        async_copy.commit_group()
     else:
-        return w + gl.minimum(first_column + lane, N - 1) * K
+        gl.barrier()  # every warp is done with the stage: nothing else makes them wait here
+    b_stage = b_smem.index(stage)
+    rows: gl.constexpr = w_desc.block_shape[0]
+    weights: gl.constexpr = w_desc.nbytes_per_cta * (2 if GLU else 1)
+    mbarrier.expect(barrier, weights if COMPACT else weights + x_desc.nbytes_per_cta, pred=live)
+    if not COMPACT:
+        tma.async_copy_global_to_shared(
+            x_desc, [row, start], barrier, a_smem.index(stage), pred=live
+        )
+    if GLU:
+        gate = b_stage.slice(0, rows)
+        up = b_stage.slice(rows, rows)
+        tma.async_copy_global_to_shared(w_desc, [column, start], barrier, gate, pred=live)
+        tma.async_copy_global_to_shared(w_up_desc, [column, start], barrier, up, pred=live)
+    else:
+        tma.async_copy_global_to_shared(w_desc, [column, start], barrier, b_stage, pred=live)
 
 
 @jit
@@ -104,10 +133,14 @@ def advance(stage, STAGES: gl.constexpr):
 
 
 @jit
-def multiply(a_smem, b_smem, acc, stage, use_acc, AHEAD: gl.constexpr):
+def multiply(
+    a_smem, b_smem, arrived, acc, stage, phase, use_acc, AHEAD: gl.constexpr, COMPACT: gl.constexpr
+):
     """Wait for a step's operands and start its product; the product before it is done after."""
-    async_copy.wait_group(AHEAD - 1)
-    fence_async_shared()
+    if COMPACT:
+        async_copy.wait_group(AHEAD - 1)
+        fence_async_shared()
+    mbarrier.wait(arrived.index(stage), phase)
     b = b_smem.index(stage).permute((1, 0))
     pending = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=use_acc, is_async=True)
     return warpgroup_mma_wait(1, deps=(pending,))
@@ -125,9 +158,10 @@ def clear_rows(out, rows, row_ok, columns, column_ok, N: gl.constexpr, layout: g
 
 @jit
 def persistent_kernel(
-    x,  # [M, K]
-    w,  # [N, K]
-    w_up,  # [N, K], read if GLU
+    x,  # [M, K], read if COMPACT
+    x_desc,  # of x in blocks [BLOCK_M, BLOCK_K], read if not COMPACT
+    w_desc,  # of w[N, K] in blocks [BLOCK_N, BLOCK_K]
+    w_up_desc,  # the same of w_up, read if GLU
     bias,  # [N], read if HAS_BIAS
     order,  # [GROUPS, M] int32, read if COMPACT
     count,  # [GROUPS] int32, read if COMPACT
@@ -173,12 +207,14 @@ def persistent_kernel(
     B_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_K], dtype)
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], A_SHARED)
     b_smem = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, BLOCK_K], B_SHARED)
+    arrived = mbarrier.allocate_mbarrier(batch=STAGES)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
 
     index = gl.arange(0, GROUPS_POWER, GROUP_LAYOUT)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     inputs = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :]
     a_lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))
-    b_lane = gl.arange(0, COLUMNS, gl.SliceLayout(1, COPY))
     out_lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, gl.SliceLayout(2, STORE)))
     out_run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, STORE))) * 8
     eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE)))[None, None, :]
@@ -199,14 +235,30 @@ def persistent_kernel(
         rows = gl.load(order + group * M + slots, mask=(slots < M) & live, other=0)
     else:
         live, part, tile_m = locate_dense(tiles_m, t, TILES_N, BAND)
-        rows = gl.minimum(tile_m * BLOCK_M + a_lane, M - 1)
+        rows = a_lane
     x_tile = x + (rows[:, None] * K + inputs)
-    w_tile = weight_rows(w, w_up, group * G + part * BLOCK_N, b_lane, N, K, GLU)[:, None] + inputs
+    row = tile_m * BLOCK_M
+    column = group * G + part * BLOCK_N
     for ahead in gl.static_range(AHEAD):
-        fetch(a_smem, b_smem, x_tile, w_tile, ahead, live)
+        fetch(
+            x_desc,
+            w_desc,
+            w_up_desc,
+            a_smem,
+            b_smem,
+            arrived,
+            x_tile,
+            row,
+            column,
+            ahead * BLOCK_K,
+            ahead,
+            live,
+            GLU,
+            COMPACT,
+        )
         x_tile += BLOCK_K
-        w_tile += BLOCK_K
     stage = gl.to_tensor(0)  # to be multiplied next
+    phase = gl.to_tensor(0)  # of its barrier
     free = gl.to_tensor(AHEAD)  # to be filled next
 
     while live:
@@ -223,7 +275,7 @@ def persistent_kernel(
             end_column = gl.minimum(group * G + G, N)
         else:
             next_live, next_part, next_tile_m = locate_dense(tiles_m, t, TILES_N, BAND)
-            rows = gl.minimum(next_tile_m * BLOCK_M + a_lane, M - 1)
+            rows = a_lane
             end_column = N
         group_order = order + group * M
         first_column = group * G + part * BLOCK_N
@@ -238,10 +290,25 @@ def persistent_kernel(
 
         acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, PRODUCT)
         for step in range(STEPS - AHEAD):
-            acc = multiply(a_smem, b_smem, acc, stage, step > 0, AHEAD)
-            fetch(a_smem, b_smem, x_tile, w_tile, free, True)
+            acc = multiply(a_smem, b_smem, arrived, acc, stage, phase, step > 0, AHEAD, COMPACT)
+            fetch(
+                x_desc,
+                w_desc,
+                w_up_desc,
+                a_smem,
+                b_smem,
+                arrived,
+                x_tile,
+                tile_m * BLOCK_M,
+                first_column,
+                (step + AHEAD) * BLOCK_K,
+                free,
+                True,
+                GLU,
+                COMPACT,
+            )
             x_tile += BLOCK_K
-            w_tile += BLOCK_K
+            phase = gl.where(stage == STAGES - 1, 1 - phase, phase)
             stage = advance(stage, STAGES)
             free = advance(free, STAGES)
             if COMPACT and not GLU:
@@ -256,16 +323,30 @@ def persistent_kernel(
                 )
         next_column = next_group * G + next_part * BLOCK_N
         x_tile = x + (rows[:, None] * K + inputs)
-        w_tile = weight_rows(w, w_up, next_column, b_lane, N, K, GLU)[:, None] + inputs
         out_slots = tile_m * BLOCK_M + out_lane
         out_rows = out_slots
         if COMPACT:
             out_rows = gl.load(group_order + out_slots, mask=out_slots < M, other=0)
-        for _ahead in gl.static_range(AHEAD):
-            acc = multiply(a_smem, b_smem, acc, stage, True, AHEAD)
-            fetch(a_smem, b_smem, x_tile, w_tile, free, next_live)
+        for first in gl.static_range(AHEAD):
+            acc = multiply(a_smem, b_smem, arrived, acc, stage, phase, True, AHEAD, COMPACT)
+            fetch(
+                x_desc,
+                w_desc,
+                w_up_desc,
+                a_smem,
+                b_smem,
+                arrived,
+                x_tile,
+                next_tile_m * BLOCK_M,
+                next_column,
+                first * BLOCK_K,
+                free,
+                next_live,
+                GLU,
+                COMPACT,
+            )
             x_tile += BLOCK_K
-            w_tile += BLOCK_K
+            phase = gl.where(stage == STAGES - 1, 1 - phase, phase)
             stage = advance(stage, STAGES)
             free = advance(free, STAGES)
             if COMPACT and not GLU:
@@ -281,7 +362,8 @@ def persistent_kernel(
         acc = warpgroup_mma_wait(0, deps=(acc,))
 
         if GLU:
-            gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+            halves = gl.permute(gl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
+            gate, up = gl.split(halves)
             result = gate / (1.0 + gl.exp(-gate)) * up
         else:
             result = acc

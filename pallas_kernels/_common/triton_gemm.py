@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
+from pallas_kernels._common.gluon_support import Described
 from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
@@ -99,7 +100,17 @@ def arguments(
                 PROGRAMS=config.programs,
                 ZERO_ROWS=zero_rows(config, k),
             )
-            arrays = [*operands, layout.order, layout.count, layout.mask]
+            weight_block = (config.block_n, config.block_k)
+            arrays = [
+                x,
+                Described(x, (config.block_m, config.block_k)),
+                Described(weights[0], weight_block),
+                Described(weights[-1], weight_block),
+                operands[-1],
+                layout.order,
+                layout.count,
+                layout.mask,
+            ]
             return Call(persistent_kernel, arrays, constants, config.programs)
         case SmallConfig():
             tokens = 1 if m == 1 else max(16, triton.next_power_of_2(m))
