@@ -214,7 +214,9 @@ DERIVATION = (
     "product's rate for tiles of 128 columns (mma.sync with cp.async runs both), 0.65 for 64, 0.45 "
     "for 32, 0.25 for 16. Up to 64 tokens time is bytes of weights: (1 - sparsity) / 0.9, where a "
     "group counts as needed if any of m tokens with independent masks needs it. Dense where that "
-    "is above 0.98. Tiles: the widest that fits the card's shared memory."
+    "is above 0.98. Tiles: the widest that fits the card's shared memory. Input-pruned products "
+    "(gemm_k): (1.05 / 0.85) of the groups that a tile of 128 tokens computes, where bits of a "
+    "pattern that tokens are too few to tell apart count as on, plus 200 / k for every partial sum."
 )
 
 

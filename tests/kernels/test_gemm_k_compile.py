@@ -1,0 +1,119 @@
+"""`gemm_k` compiles to machine code for the cards we cannot touch: no spills, no atomics."""
+
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from eval.kernel_cases import FAMILIES
+from pallas_kernels import dispatch
+from pallas_kernels._common.config import KTileConfig, SmallConfig
+from pallas_kernels._common.cubin import Usage, compile_usage
+from pallas_kernels._common.device import KNOWN_DEVICES, Device
+from pallas_kernels.layout.k_axis import FULL, TILE
+from pallas_kernels.layout.k_axis_triton import (
+    BLOCK_M,
+    CHUNK,
+    WARPS,
+    k_count_kernel,
+    k_place_kernel,
+)
+from tests.kernels.input_pruned import small_build, sum_build, tile_build
+
+each_device = pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
+TENSOR_CORE = {"8.0": "mma.sync", "9.0": "wgmma.mma_async", "12.0": "mma.sync"}
+
+
+def compiled(build, device: Device, warps: int, stages: int) -> Usage:
+    found = compile_usage(*build, device.capability, warps, stages)
+    assert found.spills == 0
+    assert found.shared_memory <= device.shared_memory_per_block
+    assert not found.instructions & {"red.", "atom."}
+    return found
+
+
+@each_device
+@pytest.mark.parametrize("one_pass", [True, False], ids=["o", "down"])
+def test_every_tile_the_tuner_tries(device, one_pass):
+    """Bias and residual are added in the one-pass form: the larger of its two."""
+    group = 512 if one_pass else 128
+    family = FAMILIES["gemm_k_o" if one_pass else "gemm_k"]
+    candidates = family.make(4096, group, "llama-3.1-8b").candidates(device)
+    tiles = {c.__class__(*_tile(c)): c for c in candidates if isinstance(c, KTileConfig)}
+    for config in tiles.values():
+        found = compiled(
+            tile_build(config, "bfloat16", one_pass=one_pass, extra=one_pass),
+            device,
+            config.num_warps,
+            config.num_stages,
+        )
+        assert {TENSOR_CORE[device.capability], "cp.async.cg"} <= found.instructions
+        problem = dispatch.Problem("gemm_k", 4096, 4096, 14336, 128, "bfloat16")
+        modelled = dispatch.facts("gemm_k").shared_memory_bytes(config, problem, device.capability)
+        # The write-back is staged beside the operands, a quarter or a half of a tile at a time.
+        assert found.shared_memory <= modelled + TILE * 64 * 2 + 4096
+
+
+def _tile(config: KTileConfig) -> tuple[int, int, int, int]:
+    """Band and column tiles are numbers in the code, not shapes: one of a kind is enough."""
+    return config.block_n, config.block_k, config.num_warps, config.num_stages
+
+
+@each_device
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_every_small_form_the_tuner_tries(device, tokens):
+    for config in FAMILIES["gemm_k"].make(tokens, 128, "llama-3.1-8b").candidates(device):
+        assert isinstance(config, SmallConfig)
+        build = small_build(config, "bfloat16", tokens)
+        compiled(build, device, config.num_warps, config.num_stages)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("tokens", [1, 40, 4096])
+def test_configs_from_shapes_alone(device, dtype, tokens):
+    problem = dispatch.Problem("gemm_k", tokens, 4096, 14336, 128, dtype)
+    config = dispatch.default_config(problem, device.shared_memory_per_block, device.capability)
+    if isinstance(config, SmallConfig):
+        build = small_build(config, dtype, tokens)
+    else:
+        build = tile_build(config, dtype, one_pass=False)
+    compiled(build, device, config.num_warps, config.num_stages)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_sum_of_partial_sums(device, dtype):
+    compiled(sum_build(dtype), device, 4, 1)
+
+
+@each_device
+@pytest.mark.parametrize("size", [4, 7, 8])
+def test_the_order_of_the_k_axis(device, size):
+    mask = dict(mask="*i1", count="*i32", M="i32", blocks="i32")
+    constants = dict(GROUPS=112, SIZE=size, BLOCK_M=BLOCK_M)
+    compiled((k_count_kernel, mask | dict(partial="*i32"), constants), device, WARPS, 1)
+    signature = mask | dict(partial="*i32", tiles="i32", rows_out="*i32", tiles_out="*i32")
+    constants |= dict(TILE=TILE, FULL=FULL, CHUNK=CHUNK)
+    compiled((k_place_kernel, signature, constants), device, WARPS, 1)
+
+
+@pytest.mark.parametrize("one_pass", [True, False], ids=["o", "down"])
+def test_loads_run_ahead_of_the_products(one_pass):
+    """In the loop, the wait for a step's operands leaves the copies of the next steps under way."""
+    config = KTileConfig(256, 64, 8, 3, 2, 8)
+    kernel, signature, constants = tile_build(config, "bfloat16", one_pass=one_pass)
+    source = ASTSource(
+        kernel,
+        {name: signature.get(name, "constexpr") for name in kernel.arg_names},
+        constants,
+        {(i,): [["tt.divisibility", 16]] for i in range(6)},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    target = GPUTarget("cuda", 90, 32)
+    ptx = triton.compile(source, target=target, options=options).asm["ptx"]
+    loop = ptx[: ptx.index("wgmma.mma_async")]
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+);", loop)
+    assert waits == ["2"]  # two copies, inputs and weights, of one step ahead
