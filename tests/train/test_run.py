@@ -159,6 +159,7 @@ def test_case_C9_kill_9_loses_at_most_the_interval(settings):
         "model": config.model, "data": config.data[0], "cache_dir": config.cache_dir,
         "out": config.out, "updates": 40, "sequences_per_update": 8, "sequence_length": 16,
         "sparsity": 0.25, "ffn_group_size": 16, "router_rank": 4, "log_every": 1, "save_every": 2,
+        "threshold_rows": 0,
     }.items()]  # fmt: skip
     code = (
         "import sys; from train.run import calibrate_main; from train.run_config import *;"
