@@ -219,9 +219,11 @@ def contest_records(
     turns = {}
     for i, one in enumerate(contests):
         for j, (cell, layout) in enumerate(zip(one.cells, one.layouts, strict=True)):
-            calls = [(*operands, layout) for operands in one.operands]
-            for name in ("dense", "dense+zeros", str(cell.kernel)):
+            calls = [one.case.arguments(operands, layout) for operands in one.operands]
+            for name in ("dense+zeros", str(cell.kernel)):
                 turns[i, j, name] = (compiled[i, name], calls)
+            unpruned = [(*operands, layout) for operands in one.operands]
+            turns[i, j, "dense"] = (compiled[i, "dense"], unpruned)
     timings = time_interleaved(turns, config.rounds)
     naive = {}
     for i, one in enumerate(contests):
@@ -269,7 +271,7 @@ def _rows(
 def _naive(one: Contest, j: int, console: Console) -> dict[str, Any]:
     """The turns of the naive baselines for a cell's mask; the ones that do not fit are printed."""
     layout = one.layouts[j]
-    arguments = (*one.operands[0], layout)
+    arguments = one.case.arguments(one.operands[0], layout)
     functions = {name: (run, arguments) for name, run in one.case.naive(layout).items()}
     compiled, failed = compile_all(functions, workers=2)
     for name, error in failed.items():

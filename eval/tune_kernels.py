@@ -162,9 +162,10 @@ def measure(trials: list[Trial], rounds: int) -> Iterator[tuple[list[tuned.Entry
                 raise failures[i, name]
         runs = {name: run for (j, name), run in compiled.items() if i == j}
         for s, layout in one.layouts.items():
-            _check(one.case, runs, one.configs, (*one.operands[0], layout))
-            sets = [(*operands, layout) for operands in one.operands]
+            sets = [one.case.arguments(operands, layout) for operands in one.operands]
+            _check(one.case, runs, one.configs, sets[0])
             turns |= {(i, s, name): (run, sets) for name, run in runs.items()}
+            turns[i, s, "plain"] = (runs["plain"], [(*o, layout) for o in one.operands])
     timings = time_interleaved(turns, rounds) if turns else {}
     for i, one in enumerate(trials):
         entries = []

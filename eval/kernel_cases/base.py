@@ -49,6 +49,10 @@ class Case(abc.ABC):
     def operands(self) -> list[tuple[jax.Array, ...]]:
         """Argument sets to rotate over, each without the layout."""
 
+    def arguments(self, operands: tuple[jax.Array, ...], layout: Any) -> tuple[Any, ...]:
+        """What a pruned contender gets: the operands as their producer leaves them for a mask."""
+        return (*operands, layout)
+
     @abc.abstractmethod
     def dense(self) -> Run:
         """The unmasked op as plain JAX writes it: the baseline."""
