@@ -27,7 +27,7 @@ from pallas_kernels._common.config import Config, to_json
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels._common.testing import relative_error
-from pallas_kernels.layout.api import LayoutImplementation
+from pallas_kernels.layout.api import LayoutImplementation, order_k_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,7 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
     for groups in (8, 112, 224, 448) if products else ():
         for row in layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
+        keep(k_layout_record(max(config.tokens), groups, config.rounds))
     shapes = [
         (family, m, config.groups or family.bench_groups)
         for family in products.values()
@@ -120,6 +121,35 @@ def copy_record(rounds: int) -> dict[str, Any]:
         "ms": timing.ms,
         "samples_ms": timing.samples_ms,
         "bytes": 2 * nbytes,
+        "flops": 0,
+    }
+
+
+def k_layout_record(m: int, groups: int, rounds: int) -> dict[str, Any]:
+    """Time of the K-axis part of a layout, which `gemm_k` needs, as it is made by default."""
+    mask = make_mask("random", m, groups, 0.5)
+    count = mask.sum(axis=0, dtype=jnp.int32)
+
+    def order(mask, count):
+        found = order_k_axis(mask, count)
+        return found.rows, found.tiles
+
+    compiled, failed = compile_all({"order": (order, (mask, count))})
+    if failed:
+        raise failed["order"]
+    timing = time_interleaved({"order": (compiled["order"], [(mask, count)])}, rounds)["order"]
+    return {
+        "op": "mask_layout",
+        "case": "layout_k_axis",
+        "shape": {"m": m, "groups": groups},
+        "dtype": "bool",
+        "sparsity": 0.5,
+        "mask": "random",
+        "implementation": pallas_kernels.layout.api.default_layout_implementation(m),
+        "dispatched": True,
+        "ms": timing.ms,
+        "samples_ms": timing.samples_ms,
+        "bytes": mask.size,
         "flops": 0,
     }
 
