@@ -19,20 +19,23 @@ MATRICES = {"gemm_mn": 1, "swiglu_up": 2}
 
 # (block_m, columns of the weight tile, block_k, warps, stages), bands tried with each.
 TILES = (
-    (128, 256, 64, 8, 3, (4, 8, 16)),
+    (128, 256, 64, 8, 3, (4, 8)),
     (128, 256, 64, 8, 4, (8,)),
-    (128, 128, 64, 4, 3, (8, 16)),
-    (256, 128, 64, 8, 4, (8,)),
-    (64, 256, 64, 4, 3, (8,)),
+    (128, 128, 64, 4, 3, (8,)),
     (128, 64, 64, 4, 3, (16,)),
-    (64, 128, 64, 4, 3, (16,)),
-    (256, 64, 64, 8, 3, (8,)),
     (128, 32, 64, 4, 4, (16,)),
     (128, 16, 64, 4, 4, (16,)),
 )
+# Where tiles are few: each program clears its own, and the last tile may be half a one.
+FEW_TILES = (
+    (128, 128, 64, 8, 5, False),
+    (128, 128, 64, 8, 5, True),
+    (128, 128, 64, 4, 3, True),
+)
+FEW_TILES_TOKENS = 4096  # they are tried up to here
 # The persistent form, Hopper only: (columns of the weight tile, stages, bands), 128 tokens a tile.
-COMPACT = ((256, 3, (4, 8, 16)), (256, 4, (8,)), (128, 4, (8,)))
-MASKED = ((256, 3, (8,)), (256, 4, (8, 16)), (128, 5, (8,)))
+COMPACT = ((256, 3, (8,)), (256, 4, (8, 16)), (128, 5, (8,)))
+MASKED = ((256, 4, (8, 16)), (128, 5, (8,)))
 # Before Hopper: the accumulators of mma.sync leave less room, and there is less shared memory.
 TILES_MMA = (
     (128, 128, 32, 8, 4, (8, 16)),
@@ -148,6 +151,10 @@ class Product(Case):
                 block_n = columns // matrices
                 if 16 <= block_n <= self.group:
                     found += [TileConfig(bm, block_n, bk, warps, stages, band) for band in bands]
+            for bm, columns, bk, warps, stages, halves in FEW_TILES:
+                tile = (bm, columns // matrices, bk, warps, stages)
+                if self.m <= FEW_TILES_TOKENS and columns // matrices <= self.group:
+                    found.append(TileConfig(*tile, 8, share_zeros=False, halves=halves))
             for shapes, compact in ((COMPACT, True), (MASKED, False)):
                 for columns, stages, bands in shapes:
                     tile = (128, columns // matrices, 64, 8, stages)

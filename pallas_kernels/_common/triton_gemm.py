@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
 from pallas_kernels._common.gluon_support import Described
-from pallas_kernels._common.persistent_kernel import persistent_kernel
+from pallas_kernels._common.persistent_kernel import HELPERS, persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
@@ -92,13 +92,13 @@ def arguments(
             return Call(tile_kernel, [*operands, layout.order, layout.count], constants, grid)
         case PersistentConfig():
             constants |= dict(
-                GROUPS_POWER=triton.next_power_of_2(layout.groups),
+                POWER=1 << (layout.groups - 1).bit_length(),
                 COMPACT=config.compact,
                 BLOCK_M=config.block_m,
                 BAND=config.band,
                 STAGES=config.num_stages,
                 PROGRAMS=config.programs,
-                ZERO_ROWS=zero_rows(config, k),
+                HELPERS=HELPERS,
             )
             weight_block = (config.block_n, config.block_k)
             arrays = [
@@ -119,7 +119,7 @@ def arguments(
     raise NotImplementedError(f"no product runs with {config}")
 
 
-def zero_rows(config: TileConfig | PersistentConfig, k: int) -> int:
+def zero_rows(config: TileConfig, k: int) -> int:
     """Rows that a program clears a step, so that its loop clears `block_m` of them at least."""
     least = math.ceil(config.block_m / math.ceil(k / config.block_k))
     return 1 << (least - 1).bit_length()
