@@ -24,7 +24,12 @@ def test_ideal_of_masks_that_skip_everything_is_what_is_never_saved():
     fixed = fixed_costs(TINY, wide)
     # Per token and layer 4 D Hq d + 6 D F, and 4 Hq d a visible key: 12.5 on average of 1..24.
     routable = 2 * (4 * 24 * 32 + 6 * 24 * 32 + 4 * 32 * 12.5)
-    assert found["prefill"]["ideal"] == pytest.approx((fixed.flops + routable) / fixed.flops)
+    # A row's last token alone meets the head, and only the pruned side pays for routers.
+    head = 2 * 24 * TINY.vocab_size
+    groups = wide.attn_groups(TINY) + wide.ffn_groups(TINY)
+    routers = 2 * 2 * (2 * 24 * 4 + 4 * 2 * groups)
+    left = fixed.flops - head + head / 24
+    assert found["prefill"]["ideal"] == pytest.approx((left - routers + routable) / left)
     # Bytes of steps that see 25, 26, 27 keys: K and V are 2 Hk d = 32 elements a key.
     elements = 2 * (2 * 24 * 32 + 3 * 24 * 32 + 32 * 26)
     ideal = (fixed.bytes(4) + 4 * elements) / fixed.bytes(4)
