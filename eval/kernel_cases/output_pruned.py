@@ -56,6 +56,8 @@ FEW_TOKENS = (
     (16, 256, 4, 3),
     (16, 512, 4, 2),
 )
+# The query projection has few tiles: K split, (block_n, block_k, warps, stages, splits).
+SPLIT_TOKENS = ((128, 128, 8, 3, 8), (128, 64, 4, 4, 8), (256, 64, 8, 4, 8), (128, 128, 8, 4, 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,9 @@ class Product(Case):
         found: list[Config] = []
         if self.m <= SMALL_TOKENS:
             shapes = ONE_TOKEN if self.m == 1 else FEW_TOKENS
-            found += [SmallConfig(min(bn, self.group), bk, w, s) for bn, bk, w, s in shapes]
+            if self.m > 1 and matrices == 1:
+                shapes += SPLIT_TOKENS
+            found += [SmallConfig(min(bn, self.group), *rest) for bn, *rest in shapes]
         else:
             tiles = TILES if capability.startswith("9.") else TILES_MMA
             for bm, columns, bk, warps, stages, bands in tiles:

@@ -109,20 +109,23 @@ class PersistentConfig:
 class SmallConfig:
     """The form for 1..64 tokens: `block_n` channels of one group, all tokens at once.
 
-    The group's weights are read once, `block_k` inputs at a time, if any token needs them.
+    The group's weights are read once, `block_k` inputs at a time, if any token needs them; by
+    `splits` programs, each a part of the inputs (`_common/split_kernel.py`, from 2 tokens on).
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
     def __post_init__(self):
         for field in ("block_n", "block_k", "num_warps"):
             if not _power_of_two(getattr(self, field)):
                 raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+        for field in ("num_stages", "splits"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
 
     def shared_memory_bytes(
         self, itemsize: int, matrices: int, capability: str, tokens: int

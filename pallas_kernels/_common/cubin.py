@@ -135,3 +135,9 @@ def small_signature(dtype: str) -> dict[str, str]:
     """Parameter types of `small_kernel`."""
     kind = TYPE_NAMES[dtype]
     return dict(x=kind, w=kind, w_up=kind, bias=kind, mask="*i1", M="i32", out=kind)
+
+
+def split_signature(dtype: str) -> dict[str, str]:
+    """Parameter types of `split_kernel`."""
+    kind = TYPE_NAMES[dtype]
+    return dict(x=kind, w=kind, w_up=kind, mask="*i1", M="i32", sums="*fp32")

@@ -30,6 +30,8 @@ def refusal(config: Config, problem: Problem, capability: str) -> str | None:
     """
     if isinstance(config, SmallConfig) and not problem.small:
         return f"the small form takes up to {SMALL_TOKENS} tokens, got m={problem.m}"
+    if isinstance(config, SmallConfig) and config.splits > 1 and problem.m == 1:
+        return "one token is summed whole: splits=1"
     if not isinstance(config, PersistentConfig):
         return None
     groups = -(-problem.n // problem.group)
@@ -53,6 +55,8 @@ def widest(problem: Problem) -> int:
 
 def fitted(config: Config, problem: Problem) -> Config:
     """The config with a channel tile no wider than a group, where tiles end with their group."""
+    if isinstance(config, SmallConfig) and problem.m == 1 and config.splits > 1:
+        config = dataclasses.replace(config, splits=1)
     over_groups = isinstance(config, PersistentConfig) and not config.compact
     if over_groups or config.block_n <= widest(problem):
         return config

@@ -14,6 +14,7 @@ from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig,
 from pallas_kernels._common.gluon_support import Described
 from pallas_kernels._common.persistent_kernel import HELPERS, persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
+from pallas_kernels._common.split_kernel import split_kernel, sum_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
 from pallas_kernels.layout import MaskLayout
@@ -29,6 +30,8 @@ def pruned_gemm(
 ) -> Float[Array, "M N"]:
     """`x w^T + bias`, or `silu(x w_gate^T) (x w_up^T)` for two weights, on active groups only."""
     m, n = x.shape[0], weights[0].shape[0]
+    if isinstance(config, SmallConfig) and config.splits > 1:
+        return _split_gemm(x, weights, bias, layout, group_size, config)
     call = arguments(x, weights, bias, layout, group_size, config)
     (out,) = triton_support.launch(
         call.kernel,
@@ -39,6 +42,50 @@ def pruned_gemm(
         constants=call.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+    )
+    return out
+
+
+def _split_gemm(
+    x: Float[Array, "M K"],
+    weights: tuple[Float[Array, "N K"], ...],
+    bias: Float[Array, " N"] | None,
+    layout: MaskLayout,
+    group_size: int,
+    config: SmallConfig,
+) -> Float[Array, "M N"]:
+    """The small form in two kernels: float32 sums of parts of K, and their sum in order."""
+    (m, k), n = x.shape, weights[0].shape[0]
+    shared = dict(
+        N=n, G=group_size, GROUPS=layout.groups, GLU=len(weights) == 2, SPLITS=config.splits
+    )
+    (sums,) = triton_support.launch(
+        split_kernel,
+        [x, weights[0], weights[-1], layout.mask],
+        [m],
+        [jax.ShapeDtypeStruct((config.splits, len(weights), m, n), jnp.float32)],
+        grid=config.splits * layout.groups * math.ceil(group_size / config.block_n),
+        constants=dict(
+            shared,
+            K=k,
+            PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
+            TOKENS=max(16, 1 << (m - 1).bit_length()),
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    block = 128 if m <= 16 else 512
+    (out,) = triton_support.launch(
+        sum_kernel,
+        [sums, weights[0] if bias is None else bias, layout.mask],
+        [m],
+        [jax.ShapeDtypeStruct((m, n), x.dtype)],
+        grid=math.ceil(m * n / block),
+        constants=dict(shared, HAS_BIAS=bias is not None, BLOCK=block),
+        num_warps=4,
+        num_stages=1,
     )
     return out
 

@@ -35,6 +35,8 @@ class OutputPruned(OpUnderTest):
             (PATTERN_SHAPE, TileConfig(32, 16, 32, 4, 2, band=2, share_zeros=False)),
             (PATTERN_SHAPE, TileConfig(32, 32, 32, 4, 2, 2, share_zeros=False, halves=True)),
             (Shape(40, 96, 72, 32), SmallConfig(16, 32, 4, 2)),
+            (Shape(40, 96, 72, 32), SmallConfig(16, 32, 4, 2, splits=2)),
+            (Shape(40, 96, 72, 32), SmallConfig(32, 16, 4, 2, splits=4)),
         ]
         if ON_GPU:  # Gluon kernels have no interpreter
             for compact in (True, False):

@@ -31,6 +31,7 @@ from pallas_kernels._common.cubin import (
     compile_usage,
     persistent_signature,
     small_signature,
+    split_signature,
     tile_signature,
 )
 from pallas_kernels._common.device import A100, H200, KNOWN_DEVICES, RTX_5090, Device
@@ -38,6 +39,7 @@ from pallas_kernels._common.output_pruned import pallas_config
 from pallas_kernels._common.pallas_tile import tile_gemm
 from pallas_kernels._common.persistent_kernel import HELPERS, persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
+from pallas_kernels._common.split_kernel import split_kernel, sum_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.triton_gemm import zero_rows
 from pallas_kernels._common.zero_kernel import zero_kernel
@@ -137,6 +139,10 @@ def output_pruned_build(shipped: Shipped) -> Build:
         return Build(persistent_kernel, signature, constants)
     constants["PRECISION"] = "tf32"
     tokens = shipped.tokens
+    if config.splits > 1:
+        constants |= dict(SPLITS=config.splits, TOKENS=max(16, triton.next_power_of_2(tokens)))
+        del constants["HAS_BIAS"]
+        return Build(split_kernel, split_signature(shipped.dtype), constants)
     constants |= dict(TOKENS=1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)))
     return Build(small_kernel, small_signature(shipped.dtype), constants)
 
@@ -319,6 +325,19 @@ OTHERS = {
             "count": "*i32",
         },
         LAYOUT | {"BLOCKS": 512},
+    ),
+    "sum": (
+        sum_kernel,
+        {"sums": "*fp32", "bias": "*bf16", "mask": "*i1", "M": "i32", "out": "*bf16"},
+        {
+            "N": 4096,
+            "G": 512,
+            "GROUPS": 8,
+            "GLU": True,
+            "HAS_BIAS": False,
+            "SPLITS": 8,
+            "BLOCK": 512,
+        },
     ),
     "zero": (
         zero_kernel,
