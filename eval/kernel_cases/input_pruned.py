@@ -116,12 +116,13 @@ class InputPruned(Case):
     def candidates(self, device: Device) -> list[Config]:
         """The configs worth trying: steps within a group, and within the card's shared memory."""
         capability = device.capability or "8.0"
+        hopper = capability.startswith("9.")
         found: list[Config] = []
         if self.m <= SMALL_TOKENS:
             found += [SmallConfig(*c) for c in (ONE_TOKEN if self.m == 1 else FEW_TOKENS)]
         else:
-            for *tile, orders in TILES if capability.startswith("9.") else TILES_MMA:
-                found += [KTileConfig(*tile, *order) for order in orders]
+            for n, k, warps, stages, orders in TILES if hopper else TILES_MMA:
+                found += [KTileConfig(n, k, warps, stages, *order) for order in orders]
         op, limit = dispatch.facts("gemm_k"), device.shared_memory_per_block
         fitting = dict.fromkeys(op.fitted(c, self.facts) for c in found)
         return [c for c in fitting if op.fits(c, self.facts, limit, capability)]

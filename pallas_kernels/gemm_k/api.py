@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import check_bias, check_input_groups, empty_result
-from pallas_kernels._common.config import Config, Implementation
+from pallas_kernels._common.config import Config, Implementation, KTileConfig, SmallConfig
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.run import resolve
 from pallas_kernels.dispatch import Problem
@@ -68,7 +68,8 @@ def gemm_k(
         from pallas_kernels.gemm_k.triton import gemm_k as run_kernel
 
         capability = current_device().capability or "9.0"  # an interpreter: it refuses by itself
-        if not runs(config, problem, capability):
+        fitting = isinstance(config, KTileConfig | SmallConfig)
+        if not fitting or not runs(config, problem, capability):
             raise ValueError(f"gemm_k: {config=} cannot run {problem} on capability {capability}")
         return run_kernel(h, w, layout, bias, residual, group_size, config)
     if chosen == "dense":

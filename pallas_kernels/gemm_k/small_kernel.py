@@ -9,6 +9,8 @@ One program reads `BLOCK_N` rows of w, of each the channels of those groups that
 A group that nobody needs is masked off in the loads: its weights are not read.
 """
 
+# pyrefly: ignore-errors
+# (Triton types a compile-time value as its wrapper, and plain operators do not know it.)
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit

@@ -4,6 +4,8 @@ program id -> (block of tokens, block of columns); float32 sums; one pass over t
 bound by memory. A token that skips a whole super-group has no partial sum there.
 """
 
+# pyrefly: ignore-errors
+# (Triton types a compile-time value as its wrapper, and plain operators do not know it.)
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit

@@ -20,6 +20,8 @@ where bfloat16 would keep 8 and float16 alone could overflow. Tokens that skip t
 write nothing, and nothing is read for them.
 """
 
+# pyrefly: ignore-errors
+# (Triton types a compile-time value as its wrapper, and plain operators do not know it.)
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit

@@ -89,7 +89,7 @@ def _sum(
 
 def scale_columns(n: int, column_tiles: int) -> int:
     """Outputs that share a scale: the width of a column tile, a power of two."""
-    return triton.next_power_of_2(triton.cdiv(n, column_tiles))
+    return 1 << (math.ceil(n / column_tiles) - 1).bit_length()
 
 
 def tile_arguments(

@@ -88,10 +88,10 @@ def k_count_kernel(
     partial,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
+    PATTERNS: tl.constexpr,  # 2 ** SIZE
     BLOCK_M: tl.constexpr,
 ):
-    """Tokens of every pattern in a block: `partial[super-group, blocks, 2 ** SIZE]`."""
-    PATTERNS: tl.constexpr = 1 << SIZE
+    """Tokens of every pattern in a block: `partial[super-group, blocks, PATTERNS]`."""
     SUPERS: tl.constexpr = (GROUPS + SIZE - 1) // SIZE
     WORDS: tl.constexpr = BLOCK_M // 32
     pid = tl.program_id(0)
@@ -124,13 +124,13 @@ def k_place_kernel(
     tiles_out,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
+    PATTERNS: tl.constexpr,  # 2 ** SIZE
     TILE: tl.constexpr,
     FULL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Every token's row, and what every tile computes, from the blocks' counts."""
-    PATTERNS: tl.constexpr = 1 << SIZE
     SUPERS: tl.constexpr = (GROUPS + SIZE - 1) // SIZE
     WORDS: tl.constexpr = BLOCK_M // 32
     pid = tl.program_id(0)
@@ -233,7 +233,7 @@ def make_k_order(
         math.ceil(groups / size),
         tile_bound(tokens),
     )
-    constants = dict(GROUPS=groups, SIZE=size, BLOCK_M=BLOCK_M)
+    constants = dict(GROUPS=groups, SIZE=size, PATTERNS=1 << size, BLOCK_M=BLOCK_M)
     (partial,) = triton_support.launch(
         k_count_kernel,
         [mask, count],
