@@ -19,6 +19,10 @@ COMMANDS = {
     "export": ("wide_jax.cli.export", "a run as a folder that plain transformers loads"),
     "generate": ("wide_jax.cli.generate", "continue a prompt with a dense or a WIDE model"),
     "check": ("wide_jax.cli.check", "is a checkpoint whole and read rightly? before any training"),
+    "check kernels": (
+        "wide_jax.cli.check_kernels",
+        "does every kernel compute right on this card?",
+    ),
     "doctor": ("wide_jax.cli.doctor", "check the installation: versions, devices, kernels, caches"),
     "tune": ("wide_jax.cli.tune", "find the fastest kernels on this card"),
     "bench kernels": ("wide_jax.cli.bench_kernels", "time every kernel beside dense and ideal"),
