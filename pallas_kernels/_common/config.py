@@ -64,10 +64,9 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PersistentConfig:
-    """The persistent form for Hopper (`_common/persistent_kernel.py`): some warps load, others sum.
+    """The persistent form for Hopper (`_common/persistent_kernel.py`): a tile's loads run ahead.
 
-    Tiles as in `TileConfig`; `num_warps` is those that compute, the loading ones come on top.
-    `programs` tiles are computed at a time, one a multiprocessor.
+    Tiles as in `TileConfig`; `programs` of them are computed at a time, one a multiprocessor.
     `compact`: tiles of active tokens only. Otherwise of all tokens and any groups, and the mask is
     applied to the result: the dense product, with its zeros for nothing.
     """
@@ -89,7 +88,7 @@ class PersistentConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         if self.num_stages < 2:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 2: one is being read")
+            raise ValueError(f"num_stages={self.num_stages} must be at least 2: loads run ahead")
         if self.block_m != 16 * self.num_warps:
             raise ValueError(f"block_m={self.block_m} must be 16 rows a warp, {self.num_warps=}")
 

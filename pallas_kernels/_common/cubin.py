@@ -18,8 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pallas_kernels._common.gluon_support import described_type
-
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
@@ -121,14 +119,11 @@ def tile_signature(dtype: str) -> dict[str, str]:
     return dict(x=kind, w=kind, w_up=kind, bias=kind, order="*i32", count="*i32", M="i32", out=kind)
 
 
-def persistent_signature(dtype: str, block_m: int, block_n: int, block_k: int) -> dict[str, str]:
+def persistent_signature(dtype: str) -> dict[str, str]:
     """Parameter types of `persistent_kernel`."""
     kind = TYPE_NAMES[dtype]
-    tokens = described_type(dtype, (block_m, block_k))
-    weights = described_type(dtype, (block_n, block_k))
-    descriptors = dict(x_desc=tokens, w_desc=weights, w_up_desc=weights)
     lists = dict(order="*i32", count="*i32", mask="*i1")
-    return dict(x=kind, **descriptors, bias=kind, **lists, M="i32", out=kind)
+    return dict(x=kind, w=kind, w_up=kind, bias=kind, **lists, M="i32", out=kind)
 
 
 def small_signature(dtype: str) -> dict[str, str]:

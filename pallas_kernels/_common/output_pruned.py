@@ -39,8 +39,12 @@ def refusal(config: Config, problem: Problem, capability: str) -> str | None:
         return f"the persistent form needs compute capability 9 (wgmma), not {capability}"
     if problem.dtype == "float32":
         return "the persistent form takes bfloat16 and float16, not float32"
-    if problem.k % config.block_k:
-        return f"the persistent form takes k in multiples of {config.block_k}, got {problem.k}"
+    least = config.block_k * (config.num_stages - 1)
+    if problem.k % config.block_k or problem.k < least:
+        return (
+            f"the persistent form takes k in multiples of {config.block_k} from {least} on, "
+            f"got k={problem.k}"
+        )
     if problem.group % 8 or problem.n % 8:
         return f"the persistent form stores 8 channels at a time: {problem.group=}, {problem.n=}"
     if max(problem.m * problem.k, problem.n * problem.k, problem.m * groups) >= 2**31:

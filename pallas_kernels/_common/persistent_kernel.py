@@ -1,24 +1,26 @@
 """The persistent form of the output-pruned GEMMs on Hopper: one Gluon body for both ops.
 
 `PROGRAMS` programs (one a multiprocessor) each compute tiles `t = pid, pid + PROGRAMS, ...` of
-`BLOCK_M` tokens x `BLOCK_N` channels, in warps that do one thing each:
+`BLOCK_M` tokens x `BLOCK_N` channels. What that buys over `tile_kernel` (one tile a program): the
+loads of a tile's first steps are in flight while the tile before it is finished and stored.
 
-    load     2 warps  waits until a stage is empty, fills it: weights by the copy engine (TMA),
-                      gathered tokens by cp.async, tokens in their own order by TMA
-    compute  8 warps  waits until a stage is full, wgmma, says that the stage before is empty;
-                      at a tile's end stores it, while `load` is already filling for the next tile
-    clear    2 warps  writes the zeros of skipped tiles beside that (compact form only)
+    step            0    1   ...            K/BK - 2   K/BK - 1 | 0 of the next tile
+    load into smem  2    3   ...  K/BK - 1  0 of next  1 of next  2 of next
+    wgmma           0    1   ...            K/BK - 2   K/BK - 1 | result -> out     (STAGES = 3)
 
-Compact form: tile t is the t-th *computing* tile of this list, so that every program has the same
-work whatever the mask. A group with c active tokens has ceil(c / BLOCK_M) of them, T channel tiles
-each; the last of them writes zeros past the active tokens, `clear` the tiles after it.
+`COMPACT` (skip): tile t is the t-th *computing* tile of the list below, so that every program has
+the same work whatever the mask. A group with c active tokens has ceil(c / BLOCK_M) of them.
 
-    bands of BAND token tiles: band 0: group 0 (its T x tiles of the band), group 1, ...; band 1 ...
-                               inside a group: token tiles fastest, as in `tile_kernel`
+    bands of BAND token tiles:  band 0: group 0 (channel tiles x its token tiles of the band), group
+    1, ...; band 1: ...         inside: token tiles fastest, as in `tile_kernel`
 
-Masked form: all tiles of the dense product, tokens in their own order, and the mask applied on the
-way out. For groups too small to compact, and where little is skipped: the dense product, with its
-zeros for nothing.
+Not `COMPACT` (mask): all tiles of the dense product, tokens in their own order, and the mask
+applied on the way out. For groups too small to compact, and where little is skipped: it costs what
+a dense product costs.
+
+Zeros of the compact form: as in `tile_kernel`, tile i of a group that has c computing tiles clears
+the group's tiles c + i, 2 c + i, ... (its first a few rows a step of the loop). Groups that compute
+fewer than a quarter of their tiles are cleared by all programs together, at the end.
 
 Offsets are 32 bit, K is a multiple of BLOCK_K, G and N are multiples of 8 (16-byte stores).
 """
@@ -32,13 +34,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-HELPERS = 2  # warps of `load`, and of `clear`
 
 
 def jit(function):
@@ -52,328 +50,84 @@ def add(a, b):
 
 
 @jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage, and the phase of its barriers: it changes from round to round."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, 1 - phase, phase)
-
-
-@jit
-def locate(
-    count,
-    M,
-    t,
-    band,
-    base,
-    N: gl.constexpr,
-    G: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BAND: gl.constexpr,
-    COMPACT: gl.constexpr,
-    POWER: gl.constexpr,  # GROUPS rounded up to a power of two
-    WARPS: gl.constexpr,
-):
-    """Tile t: whether there is one, its group, first column and token tile.
-
-    `band` and `base` (the first tile of the band) only ever grow: pass them on from call to call.
-    """
-    if COMPACT:
-        TILES_G: gl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
-        index = gl.arange(0, POWER, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        tiles = (gl.load(count + index, mask=index < GROUPS, other=0) + BLOCK_M - 1) // BLOCK_M
+def locate(tiles, index, t, band, base, TILES_G: gl.constexpr, BAND: gl.constexpr):
+    """Where tile t of the compact list is. `band` and `base` (its first tile) only ever grow."""
+    width = gl.minimum(gl.maximum(tiles - band * BAND, 0), BAND)
+    total = gl.sum(width, 0) * TILES_G
+    while (t >= base + total) & (total > 0):
+        base += total
+        band += 1
         width = gl.minimum(gl.maximum(tiles - band * BAND, 0), BAND)
         total = gl.sum(width, 0) * TILES_G
-        while (t >= base + total) & (total > 0):
-            base += total
-            band += 1
-            width = gl.minimum(gl.maximum(tiles - band * BAND, 0), BAND)
-            total = gl.sum(width, 0) * TILES_G
-        ends = gl.associative_scan(width * TILES_G, 0, add)
-        before = ends <= t - base
-        group = gl.sum(before.to(gl.int32), 0)
-        rest = t - base - gl.max(gl.where(before, ends, 0), 0)
-        own = gl.max(gl.where(index == group, width, 1), 0)
-        column = group * G + rest // own * BLOCK_N
-        return band, base, total > 0, group, column, band * BAND + rest % own
+    ends = gl.associative_scan(width * TILES_G, 0, add)
+    before = ends <= t - base
+    group = gl.sum(before.to(gl.int32), 0)
+    rest = t - base - gl.max(gl.where(before, ends, 0), 0)
+    own = gl.max(gl.where(index == group, width, 1), 0)
+    computing = gl.sum(gl.where(index == group, tiles, 0), 0)
+    return band, base, total > 0, group, rest // own, band * BAND + rest % own, computing
+
+
+@jit
+def locate_dense(tiles_m, t, TILES_N: gl.constexpr, BAND: gl.constexpr):
+    """Where tile t of the dense product is."""
+    band = t // (BAND * TILES_N)
+    rest = t - band * (BAND * TILES_N)
+    own = gl.maximum(gl.minimum(tiles_m - band * BAND, BAND), 1)
+    return t < tiles_m * TILES_N, rest // own, band * BAND + rest % own
+
+
+@jit
+def fetch(a_smem, b_smem, x_tile, w_tile, stage, live):
+    """Start copying one step's operands; nothing, but still a group of copies, if not `live`."""
+    every: gl.constexpr = x_tile.type.layout
+    mask_a = gl.full(x_tile.shape, 1, gl.int1, every) & live
+    mask_b = gl.full(w_tile.shape, 1, gl.int1, every) & live
+    async_copy.async_copy_global_to_shared(a_smem.index(stage), x_tile, mask=mask_a)
+    async_copy.async_copy_global_to_shared(b_smem.index(stage), w_tile, mask=mask_b)
+    async_copy.commit_group()
+
+
+@jit
+def weight_rows(w, w_up, first_column, lane, N: gl.constexpr, K: gl.constexpr, GLU: gl.constexpr):
+    """Pointers to the rows of the weight tile; for GLU gate 0, up 0, gate 1, up 1, ..."""
+    if GLU:
+        channel = gl.minimum(first_column + lane // 2, N - 1)
+        return gl.where(lane % 2 == 0, w + channel * K, w_up + channel * K)
     else:
-        TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-        tiles_m = (M + BLOCK_M - 1) // BLOCK_M
-        band = t // (BAND * TILES_N)
-        rest = t - band * (BAND * TILES_N)
-        own = gl.maximum(gl.minimum(tiles_m - band * BAND, BAND), 1)
-        live = t < tiles_m * TILES_N
-        return band, base, live, 0 * band, rest // own * BLOCK_N, band * BAND + rest % own
+        return w + gl.minimum(first_column + lane, N - 1) * K
 
 
 @jit
-def load(
-    x,
-    x_desc,
-    w_desc,
-    w_up_desc,
-    order,
-    count,
-    M,
-    a_smem,
-    b_smem,
-    full,
-    empty,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    G: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GLU: gl.constexpr,
-    COMPACT: gl.constexpr,
-    BAND: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    POWER: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Fill stage after stage with the operands of this program's tiles."""
-    BLOCK_M: gl.constexpr = x_desc.block_shape[0]
-    BLOCK_N: gl.constexpr = w_desc.block_shape[0]
-    BLOCK_K: gl.constexpr = w_desc.block_shape[1]
-    WEIGHTS: gl.constexpr = w_desc.nbytes_per_cta * (2 if GLU else 1)
-    BYTES: gl.constexpr = WEIGHTS if COMPACT else WEIGHTS + x_desc.nbytes_per_cta
-    # 8 threads copy 128 bytes of a row.
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))
-    inputs = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :]
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    t = gl.program_id(0)
-    band, base, live, group, column, tile_m = locate(
-        count,
-        M,
-        t,
-        gl.to_tensor(0),
-        gl.to_tensor(0),
-        N,
-        G,
-        GROUPS,
-        BLOCK_M,
-        BLOCK_N,
-        BAND,
-        COMPACT,
-        POWER,
-        WARPS,
-    )
-    while live:
-        row = tile_m * BLOCK_M
-        if COMPACT:
-            rows = gl.load(order + group * M + row + lane, mask=row + lane < M, other=0)
-            x_tile = x + (rows[:, None] * K + inputs)
-        for start in range(0, K, BLOCK_K):
-            mbarrier.wait(empty.index(stage), 1 - phase)
-            arrived = full.index(stage)
-            b_stage = b_smem.index(stage)
-            mbarrier.expect(arrived, BYTES)
-            if GLU:
-                gate = b_stage.slice(0, BLOCK_N)
-                up = b_stage.slice(BLOCK_N, BLOCK_N)
-                tma.async_copy_global_to_shared(w_desc, [column, start], arrived, gate)
-                tma.async_copy_global_to_shared(w_up_desc, [column, start], arrived, up)
-            else:
-                tma.async_copy_global_to_shared(w_desc, [column, start], arrived, b_stage)
-            a_stage = a_smem.index(stage)
-            if COMPACT:
-                async_copy.async_copy_global_to_shared(a_stage, x_tile)
-                async_copy.mbarrier_arrive(arrived, increment_count=False)  # when they are done
-                x_tile += BLOCK_K
-            else:
-                tma.async_copy_global_to_shared(x_desc, [row, start], arrived, a_stage)
-            stage, phase = advance(stage, phase, STAGES)
-        t += PROGRAMS
-        band, base, live, group, column, tile_m = locate(
-            count,
-            M,
-            t,
-            band,
-            base,
-            N,
-            G,
-            GROUPS,
-            BLOCK_M,
-            BLOCK_N,
-            BAND,
-            COMPACT,
-            POWER,
-            WARPS,
-        )
-    if COMPACT:
-        async_copy.wait_group(0)
+def advance(stage, STAGES: gl.constexpr):
+    return gl.where(stage == STAGES - 1, 0, stage + 1)
 
 
 @jit
-def compute(
-    bias,
-    order,
-    count,
-    mask,
-    M,
-    out,
-    a_smem,
-    b_smem,
-    full,
-    empty,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    G: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GLU: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    COMPACT: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BAND: gl.constexpr,
-    STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    POWER: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Multiply stage after stage, and store this program's tiles."""
-    COLUMNS: gl.constexpr = 2 * BLOCK_N if GLU else BLOCK_N
-    RUNS: gl.constexpr = BLOCK_N // 8
-    dtype: gl.constexpr = a_smem.dtype
-    # A thread stores 16 bytes, a warp one or more whole rows of the tile.
-    STORE: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [max(32 // RUNS, 1), min(RUNS, 32), 1], [WARPS, 1, 1], [2, 1, 0]
-    )
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
-    lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, gl.SliceLayout(2, STORE)))
-    run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, STORE))) * 8
-    eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE)))[None, None, :]
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    t = gl.program_id(0)
-    band, base, live, group, column, tile_m = locate(
-        count,
-        M,
-        t,
-        gl.to_tensor(0),
-        gl.to_tensor(0),
-        N,
-        G,
-        GROUPS,
-        BLOCK_M,
-        BLOCK_N,
-        BAND,
-        COMPACT,
-        POWER,
-        WARPS,
-    )
-    while live:
-        acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, PRODUCT)
-        done = stage
-        for start in range(0, K, BLOCK_K):
-            mbarrier.wait(full.index(stage), phase)
-            if COMPACT:
-                fence_async_shared()  # wgmma reads what cp.async wrote
-            b = b_smem.index(stage).permute((1, 0))
-            pending = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=start > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(pending,))
-            mbarrier.arrive(empty.index(done), pred=start > 0)
-            done = stage
-            stage, phase = advance(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(done))
-
-        slots = tile_m * BLOCK_M + lane
-        rows = slots
-        if COMPACT:
-            rows = gl.load(order + group * M + slots, mask=slots < M, other=0)
-            active = gl.load(count + group)
-        end_column = gl.minimum(group * G + G, N) if COMPACT else N
-        if GLU:
-            halves = gl.permute(gl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
-            gate, up = gl.split(halves)
-            result = gate * up / (1.0 + gl.exp(-gate))
-        else:
-            result = acc
-            if HAS_BIAS:
-                channel = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PRODUCT))
-                added = gl.load(bias + channel, mask=channel < end_column, other=0.0)
-                result += added.to(gl.float32)[None, :]
-        y = gl.convert_layout(gl.reshape(result.to(dtype), [BLOCK_M, RUNS, 8]), STORE)
-        columns = column + run
-        within = (slots < M)[:, None] & (columns < end_column)[None, :]
-        if COMPACT:
-            on = (slots < active)[:, None]
-        else:
-            on_at = mask + rows.to(gl.int64)[:, None] * GROUPS + (columns // G)[None, :]
-            on = gl.load(on_at, mask=within, other=0).to(gl.int32) != 0
-        y = gl.where(on[:, :, None], y, gl.zeros([BLOCK_M, RUNS, 8], dtype, STORE))
-        at = rows.to(gl.int64)[:, None, None] * N + (columns[None, :, None] + eight)
-        gl.store(out + at, y, mask=within[:, :, None])
-        t += PROGRAMS
-        band, base, live, group, column, tile_m = locate(
-            count,
-            M,
-            t,
-            band,
-            base,
-            N,
-            G,
-            GROUPS,
-            BLOCK_M,
-            BLOCK_N,
-            BAND,
-            COMPACT,
-            POWER,
-            WARPS,
-        )
+def multiply(a_smem, b_smem, acc, stage, use_acc, AHEAD: gl.constexpr):
+    """Wait for a step's operands and start its product; the product before it is done after."""
+    async_copy.wait_group(AHEAD - 1)
+    fence_async_shared()
+    b = b_smem.index(stage).permute((1, 0))
+    pending = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=use_acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=(pending,))
 
 
 @jit
-def clear(
-    order,
-    count,
-    M,
-    out,
-    N: gl.constexpr,
-    G: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Zeros past every group's last computing tile: strips of 16 tokens, dealt to the programs."""
-    STRIP: gl.constexpr = 16
-    TILES_G: gl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
-    RUNS: gl.constexpr = BLOCK_N // 8
-    STORE: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [max(32 // RUNS, 1), min(RUNS, 32), 1], [WARPS, 1, 1], [2, 1, 0]
-    )
-    lane = gl.arange(0, STRIP, gl.SliceLayout(1, gl.SliceLayout(2, STORE)))
-    run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, STORE))) * 8
-    eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE)))[None, None, :]
-    zeros = gl.zeros([STRIP, RUNS, 8], out.dtype.element_ty, STORE)
-    strips = (M + STRIP - 1) // STRIP
-    dealt = gl.program_id(0)  # this program's first strip of the group
-    for group in range(0, GROUPS):
-        first = (gl.load(count + group) + BLOCK_M - 1) // BLOCK_M * (BLOCK_M // STRIP)
-        units = gl.maximum(strips - first, 0) * TILES_G
-        for unit in range(dealt, units, PROGRAMS):
-            slots = (first + unit // TILES_G) * STRIP + lane
-            rows = gl.load(order + group * M + slots, mask=slots < M, other=0)
-            columns = group * G + unit % TILES_G * BLOCK_N + run
-            within = (slots < M)[:, None] & (columns < gl.minimum(group * G + G, N))[None, :]
-            at = rows.to(gl.int64)[:, None, None] * N + (columns[None, :, None] + eight)
-            gl.store(out + at, zeros, mask=within[:, :, None])
-        dealt = (dealt + PROGRAMS - units % PROGRAMS) % PROGRAMS
+def clear_rows(out, rows, row_ok, columns, column_ok, N: gl.constexpr, layout: gl.constexpr):
+    """Zeros in the given rows and columns; `columns` are runs of 8 of which the first is given."""
+    eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    column = columns[None, :, None] + eight
+    at = rows.to(gl.int64)[:, None, None] * N + column
+    zeros = gl.zeros([rows.shape[0], columns.shape[0], 8], out.dtype.element_ty, layout)
+    gl.store(out + at, zeros, mask=(row_ok[:, None] & column_ok[None, :])[:, :, None])
 
 
 @jit
 def persistent_kernel(
-    x,  # [M, K], read if COMPACT
-    x_desc,  # of x in blocks [BLOCK_M, BLOCK_K], read if not COMPACT
-    w_desc,  # of w[N, K] in blocks [BLOCK_N, BLOCK_K]
-    w_up_desc,  # the same of w_up, read if GLU
+    x,  # [M, K]
+    w,  # [N, K]
+    w_up,  # [N, K], read if GLU
     bias,  # [N], read if HAS_BIAS
     order,  # [GROUPS, M] int32, read if COMPACT
     count,  # [GROUPS] int32, read if COMPACT
@@ -384,158 +138,197 @@ def persistent_kernel(
     K: gl.constexpr,
     G: gl.constexpr,
     GROUPS: gl.constexpr,
-    POWER: gl.constexpr,  # GROUPS rounded up to a power of two
+    GROUPS_POWER: gl.constexpr,  # GROUPS rounded up to a power of two
     GLU: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     COMPACT: gl.constexpr,
+    ZERO_ROWS: gl.constexpr,  # BLOCK_M rows over the loop's steps, a power of two
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    HELPERS: gl.constexpr,
 ):
-    """Deal this program's work to its warps, as said above."""
-    COLUMNS: gl.constexpr = 2 * BLOCK_N if GLU else BLOCK_N
+    """Compute this program's tiles of the list above, and its share of the zeros."""
     WARPS: gl.constexpr = gl.num_warps()
+    COLUMNS: gl.constexpr = 2 * BLOCK_N if GLU else BLOCK_N
+    TILES_G: gl.constexpr = (G + BLOCK_N - 1) // BLOCK_N
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = K // BLOCK_K
+    AHEAD: gl.constexpr = STAGES - 1
+    RUNS: gl.constexpr = BLOCK_N // 8
     dtype: gl.constexpr = x.dtype.element_ty
+    GROUP_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    # 8 threads copy 128 bytes of a row; a thread stores 16 bytes, a warp one or more whole rows.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    STORE: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 8], [max(32 // RUNS, 1), min(RUNS, 32), 1], [WARPS, 1, 1], [2, 1, 0]
+    )
+    CLEAR: gl.constexpr = gl.BlockedLayout(
+        [1, 2], [1, 32], [min(ZERO_ROWS, WARPS), max(WARPS // ZERO_ROWS, 1)], [1, 0]
+    )
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     A_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
     B_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_K], dtype)
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], A_SHARED)
     b_smem = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, BLOCK_K], B_SHARED)
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    for i in gl.static_range(STAGES):
-        # Filled when the copy engine's bytes are there, and every loading thread's own copies.
-        mbarrier.init(full.index(i), count=1 + 32 * HELPERS if COMPACT else 1)
-        mbarrier.init(empty.index(i), count=1)
+
+    index = gl.arange(0, GROUPS_POWER, GROUP_LAYOUT)
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    inputs = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :]
+    a_lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))
+    b_lane = gl.arange(0, COLUMNS, gl.SliceLayout(1, COPY))
+    out_lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, gl.SliceLayout(2, STORE)))
+    out_run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, STORE))) * 8
+    eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE)))[None, None, :]
+    clear_lane = gl.arange(0, ZERO_ROWS, gl.SliceLayout(1, CLEAR))
+    clear_column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, CLEAR))
+
+    t = gl.program_id(0)
+    band = gl.to_tensor(0)
+    base = gl.to_tensor(0)
+    group = gl.to_tensor(0)
+    computing = gl.to_tensor(0)
     if COMPACT:
-        gl.warp_specialize(
-            [
-                (
-                    compute,
-                    (
-                        bias,
-                        order,
-                        count,
-                        mask,
-                        M,
-                        out,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
-                        N,
-                        K,
-                        G,
-                        GROUPS,
-                        GLU,
-                        HAS_BIAS,
-                        COMPACT,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        BAND,
-                        STAGES,
-                        PROGRAMS,
-                        POWER,
-                        WARPS,
-                    ),
-                ),
-                (
-                    load,
-                    (
-                        x,
-                        x_desc,
-                        w_desc,
-                        w_up_desc,
-                        order,
-                        count,
-                        M,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
-                        N,
-                        K,
-                        G,
-                        GROUPS,
-                        GLU,
-                        COMPACT,
-                        BAND,
-                        STAGES,
-                        PROGRAMS,
-                        POWER,
-                        HELPERS,
-                    ),
-                ),
-                (clear, (order, count, M, out, N, G, GROUPS, BLOCK_M, BLOCK_N, PROGRAMS, HELPERS)),
-            ],
-            [2, 2],
-            [80, 80],
+        tiles = (gl.load(count + index, mask=index < GROUPS, other=0) + BLOCK_M - 1) // BLOCK_M
+        band, base, live, group, part, tile_m, computing = locate(
+            tiles, index, t, band, base, TILES_G, BAND
         )
+        slots = tile_m * BLOCK_M + a_lane
+        rows = gl.load(order + group * M + slots, mask=(slots < M) & live, other=0)
     else:
-        gl.warp_specialize(
-            [
-                (
-                    compute,
-                    (
-                        bias,
-                        order,
-                        count,
-                        mask,
-                        M,
-                        out,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
-                        N,
-                        K,
-                        G,
-                        GROUPS,
-                        GLU,
-                        HAS_BIAS,
-                        COMPACT,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        BAND,
-                        STAGES,
-                        PROGRAMS,
-                        POWER,
-                        WARPS,
-                    ),
-                ),
-                (
-                    load,
-                    (
-                        x,
-                        x_desc,
-                        w_desc,
-                        w_up_desc,
-                        order,
-                        count,
-                        M,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
-                        N,
-                        K,
-                        G,
-                        GROUPS,
-                        GLU,
-                        COMPACT,
-                        BAND,
-                        STAGES,
-                        PROGRAMS,
-                        POWER,
-                        HELPERS,
-                    ),
-                ),
-            ],
-            [2],
-            [40],
+        live, part, tile_m = locate_dense(tiles_m, t, TILES_N, BAND)
+        rows = gl.minimum(tile_m * BLOCK_M + a_lane, M - 1)
+    x_tile = x + (rows[:, None] * K + inputs)
+    w_tile = weight_rows(w, w_up, group * G + part * BLOCK_N, b_lane, N, K, GLU)[:, None] + inputs
+    for ahead in gl.static_range(AHEAD):
+        fetch(a_smem, b_smem, x_tile, w_tile, ahead, live)
+        x_tile += BLOCK_K
+        w_tile += BLOCK_K
+    stage = gl.to_tensor(0)  # to be multiplied next
+    free = gl.to_tensor(AHEAD)  # to be filled next
+
+    while live:
+        t += PROGRAMS
+        next_group = group
+        next_computing = computing
+        if COMPACT:
+            band, base, next_live, next_group, next_part, next_tile_m, next_computing = locate(
+                tiles, index, t, band, base, TILES_G, BAND
+            )
+            slots = next_tile_m * BLOCK_M + a_lane
+            rows = gl.load(order + next_group * M + slots, mask=(slots < M) & next_live, other=0)
+            active = gl.load(count + group)
+            end_column = gl.minimum(group * G + G, N)
+        else:
+            next_live, next_part, next_tile_m = locate_dense(tiles_m, t, TILES_N, BAND)
+            rows = gl.minimum(next_tile_m * BLOCK_M + a_lane, M - 1)
+            end_column = N
+        group_order = order + group * M
+        first_column = group * G + part * BLOCK_N
+        # Rows to clear in the loop, from the group's tile `computing + tile_m`.
+        share = computing * 4 >= tiles_m
+        clear_slots = (computing + tile_m) * BLOCK_M + clear_lane
+        clear_limit = gl.where(share, M, 0)
+        clear_ok = (first_column + clear_column < end_column)[None, :]
+        clear_at = out + (first_column + clear_column)[None, :]
+        if COMPACT and not GLU:
+            cleared = gl.load(group_order + clear_slots, mask=clear_slots < clear_limit, other=0)
+
+        acc = gl.zeros([BLOCK_M, COLUMNS], gl.float32, PRODUCT)
+        for step in range(STEPS - AHEAD):
+            acc = multiply(a_smem, b_smem, acc, stage, step > 0, AHEAD)
+            fetch(a_smem, b_smem, x_tile, w_tile, free, True)
+            x_tile += BLOCK_K
+            w_tile += BLOCK_K
+            stage = advance(stage, STAGES)
+            free = advance(free, STAGES)
+            if COMPACT and not GLU:
+                gl.store(
+                    clear_at + cleared.to(gl.int64)[:, None] * N,
+                    gl.zeros([ZERO_ROWS, BLOCK_N], dtype, CLEAR),
+                    mask=(clear_slots < clear_limit)[:, None] & clear_ok,
+                )
+                clear_slots += ZERO_ROWS
+                cleared = gl.load(
+                    group_order + clear_slots, mask=clear_slots < clear_limit, other=0
+                )
+        next_column = next_group * G + next_part * BLOCK_N
+        x_tile = x + (rows[:, None] * K + inputs)
+        w_tile = weight_rows(w, w_up, next_column, b_lane, N, K, GLU)[:, None] + inputs
+        out_slots = tile_m * BLOCK_M + out_lane
+        out_rows = out_slots
+        if COMPACT:
+            out_rows = gl.load(group_order + out_slots, mask=out_slots < M, other=0)
+        for _ahead in gl.static_range(AHEAD):
+            acc = multiply(a_smem, b_smem, acc, stage, True, AHEAD)
+            fetch(a_smem, b_smem, x_tile, w_tile, free, next_live)
+            x_tile += BLOCK_K
+            w_tile += BLOCK_K
+            stage = advance(stage, STAGES)
+            free = advance(free, STAGES)
+            if COMPACT and not GLU:
+                gl.store(
+                    clear_at + cleared.to(gl.int64)[:, None] * N,
+                    gl.zeros([ZERO_ROWS, BLOCK_N], dtype, CLEAR),
+                    mask=(clear_slots < clear_limit)[:, None] & clear_ok,
+                )
+                clear_slots += ZERO_ROWS
+                cleared = gl.load(
+                    group_order + clear_slots, mask=clear_slots < clear_limit, other=0
+                )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+
+        if GLU:
+            gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+            result = gate / (1.0 + gl.exp(-gate)) * up
+        else:
+            result = acc
+            if HAS_BIAS:
+                channel = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PRODUCT))
+                added = gl.load(bias + channel, mask=channel < end_column, other=0.0)
+                result += added.to(gl.float32)[None, :]
+        y = gl.convert_layout(gl.reshape(result.to(dtype), [BLOCK_M, RUNS, 8]), STORE)
+        columns = first_column + out_run
+        column_ok = columns < end_column
+        if COMPACT:
+            on = (out_slots < active)[:, None]
+        else:
+            on_at = mask + out_rows.to(gl.int64)[:, None] * GROUPS + (columns // G)[None, :]
+            within = (out_slots < M)[:, None] & column_ok[None, :]
+            on = gl.load(on_at, mask=within, other=0).to(gl.int32) != 0
+        y = gl.where(on[:, :, None], y, gl.zeros([BLOCK_M, RUNS, 8], dtype, STORE))
+        gl.store(
+            out + (out_rows.to(gl.int64)[:, None, None] * N + (columns[None, :, None] + eight)),
+            y,
+            mask=((out_slots < M)[:, None] & column_ok[None, :])[:, :, None],
         )
+        if COMPACT:
+            clear_tile = tile_m + (computing if GLU else 2 * computing)
+            while share & (clear_tile < tiles_m):
+                slots_z = clear_tile * BLOCK_M + out_lane
+                rows_z = gl.load(group_order + slots_z, mask=slots_z < M, other=0)
+                clear_rows(out, rows_z, slots_z < M, columns, column_ok, N, STORE)
+                clear_tile += computing
+        live = next_live
+        group = next_group
+        part = next_part
+        tile_m = next_tile_m
+        computing = next_computing
+    async_copy.wait_group(0)
+
+    if COMPACT:
+        few = (tiles * 4 < tiles_m) & (index < GROUPS)
+        if gl.sum(few.to(gl.int32), 0) > 0:
+            for unit in range(gl.program_id(0), GROUPS * TILES_G * tiles_m, PROGRAMS):
+                tile_n = unit // tiles_m
+                clear_tile = unit % tiles_m
+                group = tile_n // TILES_G
+                computing = (gl.load(count + group) + BLOCK_M - 1) // BLOCK_M
+                if (computing * 4 < tiles_m) & (clear_tile >= computing):
+                    slots_z = clear_tile * BLOCK_M + out_lane
+                    rows_z = gl.load(order + group * M + slots_z, mask=slots_z < M, other=0)
+                    columns = group * G + (tile_n % TILES_G) * BLOCK_N + out_run
+                    column_ok = columns < gl.minimum(group * G + G, N)
+                    clear_rows(out, rows_z, slots_z < M, columns, column_ok, N, STORE)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
-from pallas_kernels._common.gluon_support import Described
-from pallas_kernels._common.persistent_kernel import HELPERS, persistent_kernel
+from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.split_kernel import split_kernel, sum_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
@@ -139,25 +138,15 @@ def arguments(
             return Call(tile_kernel, [*operands, layout.order, layout.count], constants, grid)
         case PersistentConfig():
             constants |= dict(
-                POWER=1 << (layout.groups - 1).bit_length(),
+                GROUPS_POWER=1 << (layout.groups - 1).bit_length(),
                 COMPACT=config.compact,
                 BLOCK_M=config.block_m,
                 BAND=config.band,
                 STAGES=config.num_stages,
                 PROGRAMS=config.programs,
-                HELPERS=HELPERS,
+                ZERO_ROWS=zero_rows(config, k),
             )
-            weight_block = (config.block_n, config.block_k)
-            arrays = [
-                x,
-                Described(x, (config.block_m, config.block_k)),
-                Described(weights[0], weight_block),
-                Described(weights[-1], weight_block),
-                operands[-1],
-                layout.order,
-                layout.count,
-                layout.mask,
-            ]
+            arrays = [*operands, layout.order, layout.count, layout.mask]
             return Call(persistent_kernel, arrays, constants, config.programs)
         case SmallConfig():
             tokens = 1 if m == 1 else max(16, triton.next_power_of_2(m))
@@ -166,7 +155,7 @@ def arguments(
     raise NotImplementedError(f"no product runs with {config}")
 
 
-def zero_rows(config: TileConfig, k: int) -> int:
+def zero_rows(config: TileConfig | PersistentConfig, k: int) -> int:
     """Rows that a program clears a step, so that its loop clears `block_m` of them at least."""
     least = math.ceil(config.block_m / math.ceil(k / config.block_k))
     return 1 << (least - 1).bit_length()

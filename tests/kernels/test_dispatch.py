@@ -215,7 +215,7 @@ def test_the_persistent_form_says_what_it_cannot_run():
     refused = {
         "capability 9": refusal(config, problem, "8.0"),
         "not float32": refusal(config, dataclasses.replace(problem, dtype="float32"), "9.0"),
-        "multiples of 64": refusal(config, dataclasses.replace(problem, k=4000), "9.0"),
+        "multiples of 64 from 128": refusal(config, dataclasses.replace(problem, k=4000), "9.0"),
         "8 channels": refusal(config, dataclasses.replace(problem, group=100), "9.0"),
         "32-bit offsets": refusal(config, dataclasses.replace(problem, m=2**20), "9.0"),
     }
