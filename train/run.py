@@ -457,9 +457,15 @@ def plan(
     architecture, size = model.config, next(iter(frozen.values())).dtype.itemsize
     tokens = rows * config.sequence_length
     kept = architecture.num_hidden_layers if config.remat else 0
-    layer = 8 * architecture.hidden_size + 4 * architecture.intermediate_size
+    hidden, inner = architecture.hidden_size, architecture.intermediate_size
+    heads = architecture.num_attention_heads
+    layer = 8 * hidden + 4 * inner  # elements a token
+    if any(".lora." in name for name in trainable):  # the factors' inputs, after dropout
+        layer += 5 * hidden + heads * architecture.head_dim + inner
+    if config.attention == "mask":  # scores
+        layer += heads * config.sequence_length
     whole_layers = 1 if config.remat else architecture.num_hidden_layers
-    activations = tokens * size * (kept * architecture.hidden_size + whole_layers * layer)
+    activations = tokens * size * (kept * hidden + whole_layers * layer)
     chunk = rows * min(config.logits_chunk, config.sequence_length)
     logits = 3 * chunk * architecture.vocab_size * 4 // mesh.shape["tensor"]
     parts = {
