@@ -29,6 +29,12 @@ def available() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("jax_triton", "triton"))
 
 
+def runs_here() -> bool:
+    """Whether Triton kernels can run on the current device."""
+    capability = current_device().capability
+    return capability is not None and float(capability) >= 8.0 and available()
+
+
 def versions() -> dict[str, str]:
     """Installed versions of jax-triton and triton; "not installed" where missing."""
     found = {}

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels._common.device import current_device
 from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels.layout import k_axis as k_axis_module
 from pallas_kernels.layout.k_axis import KOrder
@@ -153,10 +152,7 @@ def default_layout_implementation(tokens: int) -> LayoutImplementation:
     """What `mask_layout` runs when none is named: see docs/kernels.md for the measurements."""
     from pallas_kernels._common import triton_support
 
-    capability = current_device().capability
-    if capability is None or float(capability) < 8.0 or not triton_support.available():
-        return "xla"
-    return "triton" if tokens <= TRITON_TOKENS else "xla"
+    return "triton" if triton_support.runs_here() and tokens <= TRITON_TOKENS else "xla"
 
 
 def _order(

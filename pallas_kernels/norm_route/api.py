@@ -6,7 +6,6 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import DTYPES
-from pallas_kernels._common.device import current_device
 
 RouteImplementation = Literal["reference", "triton"]
 
@@ -59,7 +58,7 @@ def norm_route(
             is being differentiated.
     """
     _check(x, norm_weight, weights)
-    match implementation or default_route_implementation():
+    match implementation or ("triton" if triton_support.runs_here() else "reference"):
         case "reference":
             from pallas_kernels.norm_route.reference import norm_route as run
         case "triton":
@@ -70,14 +69,6 @@ def norm_route(
         case _:
             raise ValueError(f"unknown {implementation=}; known: reference, triton")
     return run(x, norm_weight, weights, eps, threshold)
-
-
-def default_route_implementation() -> RouteImplementation:
-    """What `norm_route` runs when none is named."""
-    capability = current_device().capability
-    if capability is None or float(capability) < 8.0 or not triton_support.available():
-        return "reference"
-    return "triton"
 
 
 def _check(x, norm_weight, weights: RouterWeights) -> None:

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import DTYPES
-from pallas_kernels._common.device import current_device
 
 RopeImplementation = Literal["reference", "triton"]
 
@@ -57,7 +56,7 @@ def rope_cache(
             is being differentiated.
     """
     _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm)
-    match implementation or default_rope_implementation():
+    match implementation or ("triton" if triton_support.runs_here() else "reference"):
         case "reference":
             from pallas_kernels.rope_cache.reference import rope_cache as run
         case "triton":
@@ -65,14 +64,6 @@ def rope_cache(
         case _:
             raise ValueError(f"unknown {implementation=}; known: reference, triton")
     return run(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps)
-
-
-def default_rope_implementation() -> RopeImplementation:
-    """What `rope_cache` runs when none is named."""
-    capability = current_device().capability
-    if capability is None or float(capability) < 8.0 or not triton_support.available():
-        return "reference"
-    return "triton"
 
 
 def _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm) -> None:
