@@ -37,6 +37,7 @@ class AttentionProblem:
 
     `plain`: what cuDNN can run without a T x S mask. For prefill, whole rows from slot 0 (lengths
     and a window may differ); for decode, rows from slot 0 without a window. Decode has t = 1.
+    `from_start`: queries see from slot 0 on: no window, segments or left padding.
     """
 
     op: AttentionOp
@@ -50,6 +51,7 @@ class AttentionProblem:
     dtype: str
     expected_sparsity: float | None = None
     plain: bool = True
+    from_start: bool = True
 
     @property
     def sparsity(self) -> float:
@@ -88,10 +90,16 @@ def explain_attention(
     dtype: str = "bfloat16",
     expected_sparsity: float | None = None,
     plain: bool = True,
+    from_start: bool = True,
     device: Device | None = None,
 ) -> AttentionChoice:
-    """What `implementation=None` runs for `q[b, t, hq, d]`, `k[b, s, hk, d]`, `group` heads."""
-    facts = AttentionProblem(op, b, t, s, hq, hk, d, group, dtype, expected_sparsity, plain)
+    """What `implementation=None` runs for `q[b, t, hq, d]`, `k[b, s, hk, d]`, `group` heads.
+
+    `plain` and `from_start` as in `AttentionProblem`.
+    """
+    facts = AttentionProblem(
+        op, b, t, s, hq, hk, d, group, dtype, expected_sparsity, plain, from_start
+    )
     return choose(facts, device)
 
 
@@ -114,10 +122,9 @@ def choose(problem: AttentionProblem, device: Device | None = None) -> Attention
     found = tables.table_for(device)
     entry = None if found is None else _nearest(problem, device, found[0])
     if found is None or entry is None:
-        kernel = kernels_for(problem, device)[0]
+        config = default_config(problem, "triton", device)
         reason = f"no entry for {problem.op}, heads of {problem.d}, on {device.kind}: derived"
-        config = default_config(problem, kernel, device)
-        return AttentionChoice(kernel, config, reason, measured=False)
+        return AttentionChoice("triton", config, reason, measured=False)
     table, exact = found
     reason = (
         f"{table.device_kind}: nearest entry b={entry.b} t={entry.t} s={entry.s} "
@@ -136,14 +143,19 @@ def choose(problem: AttentionProblem, device: Device | None = None) -> Attention
 def kernels_for(
     problem: AttentionProblem, device: Device | None = None
 ) -> tuple[AttentionImplementation, ...]:
-    """The kernels that run this problem on the device, given that Triton is installed."""
+    """The kernels to choose from on the device.
+
+    Of Mosaic's forms, those that have run on a card: whole rows from slot 0. The others run by
+    name and in the interpreter; docs/kernels_attention.md says what ran where.
+    """
     device = device or current_device()
     if device.capability is None or float(device.capability) < 8.0:
         return ()
     if not triton_support.available():
         return ()
-    hopper = device.capability == "9.0" and problem.op == "attention_prefill"
-    if hopper and problem.itemsize == 2 and problem.d in MOSAIC_HEAD_SIZES:
+    whole_rows = problem.op == "attention_prefill" and problem.plain and problem.from_start
+    heads = problem.itemsize == 2 and problem.d in MOSAIC_HEAD_SIZES
+    if device.capability == "9.0" and whole_rows and heads:
         return ("mosaic", "triton")
     return ("triton",)
 

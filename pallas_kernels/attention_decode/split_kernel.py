@@ -3,7 +3,7 @@
     split_kernel   program id -> (split, row, kv head), kv heads fastest
                    all query heads of the kv head are rows of one tile: k and v are read once
                    writes peak, total and the unnormalised sum of its slots, float32
-    merge_kernel   program id -> (row, query head, COLUMNS of the head size)
+    merge_kernel   program id -> (row, query head)
                    reads the splits that hold visible slots, no others
 
 A split without visible slots, and a kv head that no active group reads, return before they read
@@ -110,23 +110,21 @@ def merge_kernel(
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,  # splits rounded up to a power of two
     BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """The softmax over all slots from the splits; 0 for a head that is off or sees none."""
-    PARTS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
-    query_row = (pid // PARTS).to(tl.int64)
-    row = pid // (PARTS * HQ)
-    head = (pid // PARTS) % HQ
+    row = pid // HQ
+    head = pid % HQ
     on = tl.load(mask + row * GROUPS + head // (HQ // GROUPS)).to(tl.int32)
-    columns = pid % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros((COLUMNS,), tl.float32)
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
     total = 0.0
     end_slot = tl.load(high + row) + 1
     if (on != 0) & (end_slot > 0):
         first = tl.load(low + row) // SPLIT
         end = (end_slot + SPLIT - 1) // SPLIT
-        base = query_row * splits
+        base = pid.to(tl.int64) * splits
         every = tl.arange(0, SPLITS)
         used = (every >= first) & (every < end)
         split_peaks = tl.load(peaks + base + every, mask=used, other=-1e30)
@@ -144,4 +142,6 @@ def merge_kernel(
             )
             acc += tl.sum(part * weight[:, None], axis=0)
     result = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + query_row * D + columns, result.to(out.dtype.element_ty), mask=columns < D)
+    tl.store(
+        out + pid.to(tl.int64) * D + columns, result.to(out.dtype.element_ty), mask=columns < D
+    )

@@ -14,9 +14,7 @@ from pallas_kernels._common.device import current_device
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
 
 LOG2_E = math.log2(math.e)
-# The merge adds up to 128 splits at a time, 32 columns a program: one head's sums would otherwise
-# wait for a single multiprocessor.
-MERGE_SPLITS, MERGE_COLUMNS = 128, 32
+MERGE_BLOCK = 16  # splits that the merge adds at a time
 
 
 def attention(
@@ -53,10 +51,10 @@ def attention(
         [peaks, totals, sums, mask, low, high],
         [splits],
         [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        grid=b * hq * math.ceil(d / MERGE_COLUMNS),
+        grid=b * hq,
         constants=merge_constants(q, splits, mask.shape[1], config),
         num_warps=4,
-        num_stages=1,
+        num_stages=2,
     )
     return out
 
@@ -90,6 +88,6 @@ def merge_constants(q: jax.Array, splits: int, groups: int, config: DecodeConfig
         GROUPS=groups,
         SPLIT=config.split,
         SPLITS=triton.next_power_of_2(splits),
-        BLOCK_S=min(MERGE_SPLITS, triton.next_power_of_2(splits)),
-        COLUMNS=MERGE_COLUMNS,
+        BLOCK_S=MERGE_BLOCK,
+        BLOCK_D=head_block(d),
     )

@@ -70,6 +70,7 @@ def attention_prefill(
     if 0 in (b, t, s):
         return jnp.zeros(q.shape, q.dtype)
     plain = start is None and first is None and segment_ids is None and s == t
+    from_start = first is None and segment_ids is None and sliding_window is None
     problem = AttentionProblem(
         op,
         b,
@@ -82,6 +83,7 @@ def attention_prefill(
         q.dtype.name,
         0.0 if layout is None else layout.expected_sparsity,
         plain,
+        from_start,
     )
     chosen, config = resolve(problem, implementation, config)
     if chosen == "dense":
@@ -119,7 +121,7 @@ def attention_prefill(
         high,
         scale,
         config,
-        from_start=first is None and segment_ids is None and sliding_window is None,
+        from_start=from_start,
         all_slots_real=lengths is None and first is None and segment_ids is None,
     )
 

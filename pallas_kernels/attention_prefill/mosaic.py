@@ -56,7 +56,13 @@ def attention(
     from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
     from pallas_kernels.attention_prefill.mosaic_kernel import flash_attention
 
-    edges = None if all_slots_real else edge_blocks(v, low, high, config.block_n)
+    edges = None
+    if not all_slots_real and from_start and k.shape[1] == t:
+        # Whole rows: v is no longer than q, and cheaper to clean than to read in two ways.
+        end = high.max(axis=1) + 1
+        v = jnp.where((jnp.arange(t) < end[:, None])[:, :, None, None], v, 0)
+    elif not all_slots_real:
+        edges = edge_blocks(v, low, high, config.block_n)
     if k.shape[1] % TMA_ROWS:
         more = ((0, 0), (0, -k.shape[1] % TMA_ROWS), (0, 0), (0, 0))
         k, v = jnp.pad(k, more), jnp.pad(v, more)
@@ -115,7 +121,7 @@ def edge_blocks(
     low: Int32[Array, "B T"],
     high: Int32[Array, "B T"],
     block_n: int,
-) -> tuple[Int32[Array, "B 2"], Float[Array, "B 2 n Hk d"]]:
+) -> tuple[Int32[Array, "B 2"], Float[Array, "B2 n Hk d"]]:
     """Each row's first and last block of v that anybody sees, with zeros in the slots nobody does.
 
     Every other block between them holds tokens only.
@@ -125,4 +131,5 @@ def edge_blocks(
     slots = blocks[:, :, None] * block_n + jnp.arange(block_n, dtype=jnp.int32)
     held = (slots >= first[:, None, None]) & (slots < end[:, None, None])
     taken = jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(v, slots)
-    return blocks, jnp.where(held[..., None, None], taken, 0)
+    cleaned = jnp.where(held[..., None, None], taken, 0)
+    return blocks, cleaned.reshape(-1, *cleaned.shape[2:])

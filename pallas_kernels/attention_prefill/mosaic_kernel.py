@@ -62,7 +62,7 @@ def flash_attention(
             end of the drawing, in blocks of `config.block_n`.
         count: `[Ga, B]` int32, active tokens.
         edges: `[B, 2]` int32, the first and the last block of the row that anybody sees, and
-            `[B, 2, block_n, Hk, d]`, what to read in their place: v with zeros in slots that
+            `[2 B, block_n, Hk, d]`, what to read in their place: v with zeros in slots that
             nobody sees, which may be NaN (a weight of 0 does not make that harmless). None: v
             is finite everywhere.
         scale: of the logits.
@@ -130,8 +130,8 @@ def flash_attention(
             edge_block_ref, edge_ref = edge_refs
             at_end = block == edge_block_ref[row, 1]
             at_begin = (block == edge_block_ref[row, 0]) & ~at_end
-            pl.when(at_end)(lambda: copy(edge_ref.at[row, 1, :, kv_head]))
-            pl.when(at_begin)(lambda: copy(edge_ref.at[row, 0, :, kv_head]))
+            pl.when(at_end)(lambda: copy(edge_ref.at[row * 2 + 1, :, kv_head]))
+            pl.when(at_begin)(lambda: copy(edge_ref.at[row * 2, :, kv_head]))
             pl.when(~at_begin & ~at_end)(lambda: copy(v_ref.at[source]))
 
         def consume(tile_begin, tile_end):

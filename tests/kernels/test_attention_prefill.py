@@ -96,6 +96,17 @@ def test_mosaic_in_its_interpreter(ranges):
     check(MOSAIC_CHUNK, mask, "mosaic", config=MOSAIC, operands=(q, k, v), **ranges)
 
 
+@pytest.mark.usefixtures("no_races")
+def test_mosaic_on_whole_ragged_rows():
+    """What dispatch picks on Hopper: rows from slot 0, NaN in v past their lengths."""
+    shape = AttentionShape(b=2, t=150, s=150, hq=2, hk=1, d=64, groups=1)
+    q, k, v = shape.operands("bfloat16")
+    lengths = [150, 70]
+    past = (jnp.arange(150) >= jnp.array(lengths)[:, None])[:, :, None, None]
+    operands = (q, jnp.where(past, jnp.nan, k), jnp.where(past, jnp.nan, v))
+    check(shape, half(shape), "mosaic", config=MOSAIC, operands=operands, lengths=lengths)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_mask_patterns(implementation, pattern):
