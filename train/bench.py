@@ -24,13 +24,7 @@ from train.data import HostBatch, on_mesh
 from train.flops import peak_flops, step_flops_per_token
 from train.loop import TrainState
 from train.parts import Params, take_apart
-from train.step import (
-    init_optimizer,
-    jit_options,
-    make_optimizer,
-    optimizer_shardings,
-    step_function,
-)
+from train.step import init_optimizer, make_optimizer, make_step, optimizer_shardings
 from wide_jax import lora, partition
 from wide_jax.batch import TokenBatch
 from wide_jax.config import ModelConfig, WideConfig
@@ -131,9 +125,9 @@ def prepare(
     opt_state = jax.eval_shape(make_optimizer(config).init, trainable)
     opt_state = jax.tree.map(_with_sharding, opt_state, optimizer_shardings(opt_state, mesh))
     with jax.set_mesh(mesh):
-        step = step_function(parts, model, config)
+        step = make_step(parts, model, config, trainable, opt_state)
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1), **jit_options(trainable, opt_state))
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
         def run(trainable, opt_state, frozen, ids, positions, segments, number, key):
             batch = TokenBatch(ids, positions, segments)
             return step(trainable, opt_state, frozen, batch, number, key)

@@ -32,7 +32,7 @@ class Args:
     layers: int | None = None
     stage: Literal[1, 2] = 1
     sequence_length: int = 4096
-    sequences: int = 8
+    sequences: int = 4
     """Sequences an update: the same for both layouts."""
     accumulation: int = 1
     """Micro-batches an update on one device; the many split the rows instead where they can."""

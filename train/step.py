@@ -8,7 +8,6 @@ needs no other state.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,35 +102,6 @@ def make_step(
     Raises:
         ValueError: distillation without a teacher.
     """
-    step = step_function(parts, model, config, teacher=teacher)
-    return jax.jit(step, donate_argnums=(0, 1), **jit_options(trainable, opt_state))
-
-
-def jit_options(trainable: Params, opt_state: optax.OptState) -> dict[str, Any]:
-    """How a step is compiled: its results where its inputs lie, and products by cuBLAS on GPUs.
-
-    XLA would choose for every product between cuBLAS and kernels of its own that fuse what comes
-    before. On an H200 with 8B shapes that gains nothing (4 layers: 160.1 ms, cuBLAS alone 159.8),
-    takes longer to compile, and once planned 118 GiB of activations where cuBLAS needs 78.
-    """
-    shardings = jax.tree.map(lambda x: x.sharding, (trainable, opt_state))
-    device = next(iter(trainable.values())).sharding.mesh.devices.flat[0]
-    products = {"xla_gpu_enable_triton_gemm": False} if device.platform == "gpu" else None
-    return {"out_shardings": (*shardings, None), "compiler_options": products}
-
-
-def step_function(
-    parts: ModelParts,
-    model: ModelConfig,
-    config: TrainConfig,
-    *,
-    teacher: ModelParts | None = None,
-) -> Step:
-    """The update that `make_step` compiles.
-
-    Raises:
-        ValueError: distillation without a teacher.
-    """
     if config.distill != "off" and teacher is None:
         raise ValueError(f"distill={config.distill!r} needs the structure of a teacher")
 
@@ -154,7 +124,8 @@ def step_function(
         trainable = jax.tree.map(lambda w, c: w - rate * c, trainable, change)
         return trainable, opt_state, metrics
 
-    return step
+    shardings = jax.tree.map(lambda x: x.sharding, (trainable, opt_state))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
 def accumulate_gradient(
