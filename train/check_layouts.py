@@ -52,8 +52,11 @@ def main(args: Args) -> None:
     """Run both layouts and the restore.
 
     Raises:
+        ValueError: too few updates, or a shape that does not fit the mesh.
         RuntimeError: losses or restored arrays differ.
     """
+    if args.updates < 3:
+        raise ValueError(f"updates={args.updates} must be at least 3: the first two are not timed")
     console = Console(highlight=False, soft_wrap=True)
     model = shape(args.shape)
     if args.layers is not None:
@@ -84,8 +87,6 @@ def main(args: Args) -> None:
             f"{timing.mfu or float('nan'):.1%}, losses {timing.losses[0]:.5f} ... "
             f"{timing.losses[-1]:.5f}, compiled in {prepared.compile_seconds:.0f} s"
         )
-        if prepared.memory is not None:
-            console.print(prepared.memory.line())
         if args.json is not None:
             record = common_fields("train") | record_fields(prepared, timing, model=args.shape)
             append_record(args.json, record)
@@ -93,6 +94,9 @@ def main(args: Args) -> None:
 
     with ThreadPoolExecutor() as threads:  # compiling is most of a short comparison
         on_one, on_many = threads.map(compiled, (config, many))
+    for prepared in (on_one, on_many):
+        plan = "memory unknown" if prepared.memory is None else prepared.memory.line()
+        console.print(f"fsdp={prepared.config.fsdp}: {plan}")
     state, frozen = run(on_one)
     like_one = TrainState(*jax.tree.map(_shape, (state.trainable, state.opt_state)), update=0)
     after_one, _ = measure(on_one, state, frozen, updates=1, warm_up=0)
