@@ -42,8 +42,7 @@ def k_small_kernel(
     channel = tl.minimum(columns, N - 1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     if TOKENS == 1:
-        # Eight neighbouring products are added at once: fewer sums kept leave registers for loads.
-        acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for start in range(0, K, BLOCK_K):
             inside = start + k < K
             on = tl.load(mask + (start + k) // G, mask=inside, other=0).to(tl.int32) != 0
@@ -51,8 +50,7 @@ def k_small_kernel(
                 w + channel[:, None] * K + (start + k)[None, :], mask=on[None, :], other=0.0
             )
             b = tl.load(h + start + k, mask=on, other=0.0)
-            products = a.to(tl.float32) * b.to(tl.float32)[None, :]
-            acc += tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_K // 8, 8)), axis=2)
+            acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
         result = tl.sum(acc, axis=1)
         if HAS_BIAS:
             result += tl.load(bias + columns, mask=column_ok, other=0.0).to(tl.float32)

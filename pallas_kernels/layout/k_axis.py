@@ -65,15 +65,16 @@ class Plan(NamedTuple):
 
 
 def super_group_size(tokens: int, groups: int) -> int:
-    """Groups of a super-group: all of up to 8, else as many as leave half a tile a pattern.
+    """Groups of a super-group: all of up to 8, else as many as leave a tile of tokens a pattern.
 
     More groups mean fewer partial sums, but with fewer than TILE random tokens a pattern a tile
-    has to compute more groups than its tokens need. Half a tile costs a random mask nothing on
-    balance, and masks of real routers, whose tokens are not spread evenly, gain.
+    has to compute more groups than its tokens need. Many groups are narrow groups, whose tiles
+    have short loops: there half a tile of tokens a pattern is better (measured, docs).
     """
     if groups <= LARGEST:
         return groups
-    most = min(max(round(math.log2(2 * max(tokens, 1) / TILE)), 4), LARGEST)
+    wanted = TILE / 2 if groups > 64 else TILE
+    most = min(max(round(math.log2(max(tokens, 1) / wanted)), 4), LARGEST)
     supers = math.ceil(groups / most)
     return math.ceil(groups / supers)
 

@@ -19,7 +19,7 @@ from pallas_kernels._common.jit import jit
 from pallas_kernels.layout.k_axis import FULL, TILE, KOrder, tile_bound
 
 BLOCK_M = 256
-CHUNK = 16  # block counts summed at a time
+CHUNK = 64  # tokens compared, or block counts summed, at a time
 WARPS = 8
 
 
@@ -37,46 +37,16 @@ def bits_of(count, first_group, GROUPS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit
-def active(mask, tokens, M, first_group, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """`[tokens, 8]` 1 where a group of the super-group is on; 0 past the ends."""
+def patterns_of(mask, tokens, M, bits, first_group, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """`1 << bits[group]` for the groups that are on, for some tokens; 0 past the end."""
     one = tl.arange(0, 8)
     group = first_group + one
-    return tl.load(
+    on = tl.load(
         mask + tokens.to(tl.int64)[:, None] * GROUPS + group[None, :],
         mask=(tokens < M)[:, None] & ((one < SIZE) & (group < GROUPS))[None, :],
         other=0,
-    ).to(tl.int32)
-
-
-@jit
-def bit_words(pattern, SIZE: tl.constexpr, WORDS: tl.constexpr):
-    """For every bit of the patterns, 32 tokens' bits in a word: `SIZE` vectors of WORDS."""
-    rows = tl.reshape(pattern, (WORDS, 32))
-    token = tl.arange(0, 32)[None, :]
-    words = ()
-    for bit in tl.static_range(SIZE):
-        word = tl.sum(((rows >> bit) & 1).to(tl.uint32) << token.to(tl.uint32), axis=1)
-        words = words + (word,)  # noqa: RUF005 (Triton cannot read (*words, word))
-    return words
-
-
-@jit
-def same_pattern(words, pattern, SIZE: tl.constexpr):
-    """Which of a word's 32 tokens have the pattern, as bits. `pattern[WORDS or 1, ...]`."""
-    same = (pattern * 0 - 1).to(tl.uint32)
-    for bit in tl.static_range(SIZE):
-        flip = (((pattern >> bit) & 1) - 1).to(tl.uint32)  # all ones where the bit is not set
-        same = same & (words[bit][:, None] ^ flip)
-    return same
-
-
-@jit
-def popcount(bits):
-    """Set bits of each 32-bit word."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return ((bits * 0x01010101) >> 24).to(tl.int32)
+    )
+    return tl.sum(on.to(tl.int32) << bits[None, :], axis=1)
 
 
 @jit
@@ -90,25 +60,23 @@ def k_count_kernel(
     SIZE: tl.constexpr,
     PATTERNS: tl.constexpr,  # 2 ** SIZE
     BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Tokens of every pattern in a block: `partial[super-group, blocks, PATTERNS]`."""
     SUPERS: tl.constexpr = (GROUPS + SIZE - 1) // SIZE
-    WORDS: tl.constexpr = BLOCK_M // 32
     pid = tl.program_id(0)
     block = pid // SUPERS
     super_group = pid % SUPERS
+    bins = tl.arange(0, PATTERNS)
     first_group = super_group * SIZE
     bits = bits_of(count, first_group, GROUPS, SIZE)
     tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    on = active(mask, tokens, M, first_group, GROUPS, SIZE)
-    pattern = tl.sum(on << bits[None, :], axis=1)
-    bins = tl.arange(0, PATTERNS)
-    same = same_pattern(bit_words(pattern, SIZE, WORDS), bins[None, :], SIZE)
-    # Tokens past the end look like pattern 0.
-    first = block * BLOCK_M + tl.arange(0, WORDS) * 32
-    inside = tl.minimum(tl.maximum(M - first, 0), 32)
-    outside = tl.where(bins[None, :] == 0, 32 - inside[:, None], 0)
-    total = tl.sum(popcount(same) - outside, axis=0)
+    pattern = patterns_of(mask, tokens, M, bits, first_group, GROUPS, SIZE)
+    pattern = tl.where(tokens < M, pattern, PATTERNS)
+    total = tl.zeros((PATTERNS,), tl.int32)
+    for start in range(0, BLOCK_M, CHUNK):
+        some = tl.gather(pattern, start + tl.arange(0, CHUNK), 0)
+        total += tl.sum((bins[:, None] == some[None, :]).to(tl.int32), axis=1)
     tl.store(partial + (super_group * blocks + block) * PATTERNS + bins, total)
 
 
@@ -132,18 +100,10 @@ def k_place_kernel(
 ):
     """Every token's row, and what every tile computes, from the blocks' counts."""
     SUPERS: tl.constexpr = (GROUPS + SIZE - 1) // SIZE
-    WORDS: tl.constexpr = BLOCK_M // 32
     pid = tl.program_id(0)
     block = pid // SUPERS
     super_group = pid % SUPERS
-    first_group = super_group * SIZE
     bins = tl.arange(0, PATTERNS)
-    tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    bits = bits_of(count, first_group, GROUPS, SIZE)
-    on = active(mask, tokens, M, first_group, GROUPS, SIZE)
-    pattern = tl.sum(on << bits[None, :], axis=1)
-    one = tl.arange(0, 8)
-    own = tl.sum(on << one[None, :], axis=1)
 
     # Tokens of every pattern: before this block, and in all.
     total = tl.zeros((PATTERNS,), tl.int32)
@@ -158,30 +118,18 @@ def k_place_kernel(
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where((some < block)[:, None], counts, 0), axis=0)
 
-    # A token's rank in its pattern: before the block, in the block's words before, in its word.
-    words = bit_words(pattern, SIZE, WORDS)
-    in_words = popcount(same_pattern(words, bins[None, :], SIZE))
-    starts = before[None, :] + tl.cumsum(in_words, axis=0) - in_words
-    by_word = tl.reshape(pattern, (WORDS, 32))
-    lane = tl.arange(0, 32)[None, :].to(tl.uint32)
-    earlier = same_pattern(words, by_word, SIZE) & ((tl.full((1, 1), 1, tl.uint32) << lane) - 1)
-    in_word = tl.reshape(popcount(earlier), (BLOCK_M,))
-    word = tl.arange(0, BLOCK_M) // 32
-    flat_starts = tl.reshape(starts, (WORDS * PATTERNS,))
-    rank = tl.gather(flat_starts, word * PATTERNS + pattern, 0) + in_word
-
     # The plan: `make_plan` of the specification.
     passed_to = tl.zeros((PATTERNS,), tl.int32)
     for bit in tl.static_range(SIZE):
         ending = bins & ((2 << bit) - 1)
-        is_node = ending == (1 << bit) - 1
-        is_parent = ending == (2 << bit) - 1
+        node = ending == (1 << bit) - 1
+        parent = ending == (2 << bit) - 1
         rest = total % TILE
-        left_over = tl.where(is_node & (rest < FULL), rest, 0)
+        left_over = tl.where(node & (rest < FULL), rest, 0)
         at_parent = tl.gather(total, tl.minimum(bins + (1 << bit), PATTERNS - 1), 0)
-        passed_to = tl.where(is_node, at_parent, passed_to)
+        passed_to = tl.where(node, at_parent, passed_to)
         received = tl.gather(left_over, tl.maximum(bins - (1 << bit), 0), 0)
-        total += tl.where(is_parent, received, 0)
+        total += tl.where(parent, received, 0)
     rest = total % TILE
     keep = tl.where((rest < FULL) & (bins != PATTERNS - 1), total - rest, total)
     own_tiles = (keep + TILE - 1) // TILE
@@ -189,6 +137,17 @@ def k_place_kernel(
     base = (used - tl.cumsum(own_tiles, axis=0)) * TILE
 
     # Where this block's tokens go: `follow` of the specification.
+    lanes = tl.arange(0, BLOCK_M)
+    tokens = block * BLOCK_M + lanes
+    first_group = super_group * SIZE
+    bits = bits_of(count, first_group, GROUPS, SIZE)
+    pattern = patterns_of(mask, tokens, M, bits, first_group, GROUPS, SIZE)
+    rank = tl.gather(before, pattern, 0)
+    for start in range(0, BLOCK_M, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        theirs = tl.gather(pattern, others, 0)
+        earlier = (pattern[:, None] == theirs[None, :]) & (others[None, :] < lanes[:, None])
+        rank += tl.sum(earlier.to(tl.int32), axis=1)
     node = pattern
     for bit in tl.static_range(SIZE):
         stays = tl.gather(keep, node, 0)
@@ -199,16 +158,18 @@ def k_place_kernel(
     slot = tl.gather(base, node, 0) + rank
     ok = tokens < M
     super_rows = rows_out + super_group.to(tl.int64) * tiles * TILE
+    one = tl.arange(0, 8)
+    own = patterns_of(mask, tokens, M, one, first_group, GROUPS, SIZE)
     tl.store(super_rows + slot, tokens | (own << 24), mask=ok)
 
     # The first row of a tile describes it.
     listed = tl.zeros((BLOCK_M,), tl.int32)
     length = tl.zeros((BLOCK_M,), tl.int32)
     for bit in tl.static_range(SIZE):
-        has = (node >> bit) & 1
+        on = (node >> bit) & 1
         group = tl.sum(tl.where(bits == bit, one, 0), axis=0)
-        listed |= has * (group << (4 * length))
-        length += has
+        listed |= on * (group << (4 * length))
+        length += on
     own_rows = tl.minimum(tl.gather(keep, node, 0) - rank, TILE)
     first = ok & (slot % TILE == 0)
     described = tiles_out + (super_group * tiles + slot // TILE) * 2
@@ -233,7 +194,7 @@ def make_k_order(
         math.ceil(groups / size),
         tile_bound(tokens),
     )
-    constants = dict(GROUPS=groups, SIZE=size, PATTERNS=1 << size, BLOCK_M=BLOCK_M)
+    constants = dict(GROUPS=groups, SIZE=size, PATTERNS=1 << size, BLOCK_M=BLOCK_M, CHUNK=CHUNK)
     (partial,) = triton_support.launch(
         k_count_kernel,
         [mask, count],
@@ -253,7 +214,7 @@ def make_k_order(
             jax.ShapeDtypeStruct((supers, tiles, 2), jnp.int32),
         ],
         grid=blocks * supers,
-        constants=dict(constants, TILE=TILE, FULL=FULL, CHUNK=CHUNK),
+        constants=dict(constants, TILE=TILE, FULL=FULL),
         num_warps=WARPS,
         num_stages=1,
     )

@@ -93,10 +93,10 @@ def test_the_sum_of_partial_sums(device, dtype):
 @pytest.mark.parametrize("size", [4, 7, 8])
 def test_the_order_of_the_k_axis(device, size):
     mask = dict(mask="*i1", count="*i32", M="i32", blocks="i32")
-    constants = dict(GROUPS=112, SIZE=size, PATTERNS=1 << size, BLOCK_M=BLOCK_M)
+    constants = dict(GROUPS=112, SIZE=size, PATTERNS=1 << size, BLOCK_M=BLOCK_M, CHUNK=CHUNK)
     compiled((k_count_kernel, mask | dict(partial="*i32"), constants), device, WARPS, 1)
     signature = mask | dict(partial="*i32", tiles="i32", rows_out="*i32", tiles_out="*i32")
-    constants |= dict(TILE=TILE, FULL=FULL, CHUNK=CHUNK)
+    constants |= dict(TILE=TILE, FULL=FULL)
     compiled((k_place_kernel, signature, constants), device, WARPS, 1)
 
 

@@ -103,7 +103,7 @@ def test_super_groups_follow_shapes():
     assert k_axis.super_group_size(16384, 3) == 3
     assert k_axis.super_group_size(16384, 112) == 8
     assert k_axis.super_group_size(8192, 112) == 7
-    assert k_axis.super_group_size(16384, 56) == 8
+    assert k_axis.super_group_size(16384, 56) == 7
     assert k_axis.super_group_size(65, 112) == 4
     assert k_axis.super_group_size(10**6, 112) == 8
     for tokens in (1, 500, 5000, 50000):
