@@ -12,7 +12,7 @@ import pallas_kernels
 from pallas_kernels._attention.config import AttentionConfig
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
-from tests.kernels.contract import ON_GPU, running
+from tests.kernels.contract import running
 
 KEY = jax.random.key(6)
 # Query and key-value heads of real models, from one kv head for all to seven queries a kv head.
@@ -136,6 +136,3 @@ def assert_right(y, operands, mask, seen: np.ndarray) -> None:
 def _error(y, exact: np.ndarray) -> float:
     difference = np.linalg.norm(np.asarray(y, np.float32) - exact)
     return float(difference / max(np.linalg.norm(exact), 1e-30))
-
-
-__all__ = ["HEADS", "HEAD_SIZES", "KEY", "ON_GPU", "AttentionShape", "running"]

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -13,13 +12,12 @@ from tests.kernels.attention import (
     HEAD_SIZES,
     HEADS,
     KEY,
-    ON_GPU,
     AttentionShape,
     assert_right,
     decode,
     visible,
 )
-from tests.kernels.contract import poison_memory
+from tests.kernels.contract import ON_GPU, poison_memory
 
 # Rows: empty, one slot, part of a split, splits and a bit, all slots.
 LENGTHS = np.array([0, 1, 13, 70, 100])
@@ -162,13 +160,6 @@ def test_no_mask_means_everything_on():
         attention_decode(q[:, 0], k, v, jnp.ones((5, 3), bool), lengths),
     )
     assert attention_decode(q[:0, 0], k[:0], v[:0], None, lengths[:0]).shape == (0, 6, 64)
-
-
-@pytest.fixture
-def unchecked_types():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")

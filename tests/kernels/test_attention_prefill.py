@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -14,13 +13,12 @@ from tests.kernels.attention import (
     HEAD_SIZES,
     HEADS,
     KEY,
-    ON_GPU,
     AttentionShape,
     assert_right,
     prefill,
     visible,
 )
-from tests.kernels.contract import poison_memory
+from tests.kernels.contract import ON_GPU, poison_memory
 
 SMALL = AttentionShape(b=2, t=70, s=70, hq=4, hk=2, d=64, groups=2)
 TRITON = FlashConfig(32, 32, 4, 2)  # small tiles, so that small shapes have several
@@ -220,13 +218,6 @@ def test_differentiating_a_kernel_raises():
     operands = SMALL.operands("float32")
     with interpreted(), pytest.raises(NotImplementedError, match="no derivative"):
         jax.grad(lambda q: prefill((q, *operands[1:]), half(SMALL), "triton").sum())(operands[0])
-
-
-@pytest.fixture
-def unchecked_types():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")
