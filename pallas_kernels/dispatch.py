@@ -128,7 +128,8 @@ def _from_table(problem: Problem, device: Device, capability: str) -> Choice:
     config = None if entry.implementation == "dense" else entry.config
     if config is not None:
         config = facts(problem.op).fitted(config, problem)
-    measured = exact and table.measured and entry.dtype == problem.dtype
+    timed = table.measured and entry.ms is not None
+    measured = exact and timed and entry.dtype == problem.dtype
     return Choice(entry.implementation, config, reason, measured)
 
 
