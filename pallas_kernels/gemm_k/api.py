@@ -45,8 +45,7 @@ def gemm_k(
             and the routed attention leave it. `dense` then reads h as it is; without the promise
             it has to clear h first. No other implementation needs it.
         deterministic: bit-identical results over reruns, and no atomics. Every implementation
-            here is: the deterministic kernels are also the fastest we measured, so both values
-            run the same.
+            here is, so both values run the same: no faster kernel kept the error bound.
         implementation: `reference`, `dense` (XLA's product), `triton`: runs or raises. None: what
             the table of this device says (`pallas_kernels.explain`).
         config: tile sizes for a named kernel, in place of the table's.
