@@ -11,6 +11,7 @@ from pallas_kernels._common.run import resolve
 from pallas_kernels.dispatch import Problem
 from pallas_kernels.gemm_k.facts import runs
 from pallas_kernels.layout import MaskLayout
+from pallas_kernels.layout.api import order_k_axis
 
 
 def gemm_k(
@@ -46,8 +47,8 @@ def gemm_k(
             it has to clear h first. No other implementation needs it.
         deterministic: bit-identical results over reruns, and no atomics. Every implementation
             here is, so both values run the same: no faster kernel kept the error bound.
-        implementation: `reference`, `dense` (XLA's product), `triton`: runs or raises. None: what
-            the table of this device says (`pallas_kernels.explain`).
+        implementation: `reference`, `dense` (XLA's product), `pallas`, `triton`: runs or raises.
+            None: what the table of this device says (`pallas_kernels.explain`).
         config: tile sizes for a named kernel, in place of the table's.
 
     Raises:
@@ -63,6 +64,16 @@ def gemm_k(
     problem = Problem.of("gemm_k", h, w, group_size, layout.expected_sparsity)
     chosen, config = resolve(problem, implementation, config)
     if config is not None:
+        if chosen == "pallas":
+            from pallas_kernels._common import pallas_support
+
+            pallas_support.require_device("gemm_k", current_device().capability)
+            from pallas_kernels.gemm_k.pallas import gemm_k as run_pallas
+
+            if not isinstance(config, KTileConfig):
+                raise NotImplementedError(f"gemm_k: pallas has no form for {config}")
+            order = layout.k_order or order_k_axis(layout.mask, layout.count)
+            return run_pallas(h, w, order, bias, residual, group_size, config)
         triton_support.require_device("gemm_k", current_device().capability)
         from pallas_kernels.gemm_k.triton import gemm_k as run_kernel
 

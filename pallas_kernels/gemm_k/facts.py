@@ -57,10 +57,16 @@ def runs(config: Config, problem: Problem, capability: str) -> bool:
     return isinstance(config, KTileConfig)
 
 
+def for_pallas(config: Config, problem: Problem) -> KTileConfig:
+    """The Pallas body runs in tiles, narrow ones: it computes addresses in the loop, and spills."""
+    del problem
+    return KTileConfig(64, min(config.block_k, 32), 4, 2)
+
+
 FACTS = OpFacts(
     default_config=default_config,
     runs=runs,
+    for_pallas=for_pallas,
     shared_memory_bytes=shared_memory_bytes,
     fitted=fitted,
-    implementations=("reference", "dense", "triton"),
 )

@@ -13,7 +13,7 @@ from pallas_kernels.gemm_k import triton as gemm_k_triton
 from pallas_kernels.gemm_k.shapes import DOWN_SHAPES, OUTPUT_SHAPES
 from tests.kernels.contract import ON_GPU, Shape, poison_memory, running
 
-IMPLEMENTATIONS = ("reference", "dense", "triton")
+IMPLEMENTATIONS = ("reference", "dense", "pallas", "triton")
 KEY = jax.random.key(5)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -347,7 +347,7 @@ def test_misfits_are_refused_with_numbers(implementation):
     with pytest.raises(ValueError, match="2 groups do not divide 63 inputs"):
         call(h[:, :63], w[:, :63])
     with pytest.raises(
-        ValueError, match="unknown implementation='cuda'; known: reference, dense, triton"
+        ValueError, match="unknown implementation='cuda'; known: reference, dense, pallas, triton"
     ):
         gemm_k(h, w, layout, implementation="cuda")
     with running("triton"), pytest.raises(ValueError, match=r"config=TileConfig.*cannot run"):

@@ -2,16 +2,19 @@
 
 import re
 
+import jax.numpy as jnp
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eval.kernel_cases import FAMILIES
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, mask_layout
 from pallas_kernels._common.config import KTileConfig, SmallConfig
-from pallas_kernels._common.cubin import Usage, compile_usage
+from pallas_kernels._common.cubin import Usage, compile_ttir_usage, compile_usage
 from pallas_kernels._common.device import KNOWN_DEVICES, Device
+from pallas_kernels.gemm_k.facts import for_pallas
+from pallas_kernels.gemm_k.pallas import gemm_k
 from pallas_kernels.layout.k_axis import FULL, TILE
 from pallas_kernels.layout.k_axis_triton import (
     BLOCK_M,
@@ -21,6 +24,7 @@ from pallas_kernels.layout.k_axis_triton import (
     k_place_kernel,
 )
 from tests.kernels.input_pruned import small_build, sum_build, tile_build
+from tests.kernels.test_compile import pallas_kernels_of
 
 each_device = pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
 TENSOR_CORE = {"8.0": "mma.sync", "9.0": "wgmma.mma_async", "12.0": "mma.sync"}
@@ -98,6 +102,24 @@ def test_the_order_of_the_k_axis(device, size):
     signature = mask | dict(partial="*i32", tiles="i32", rows_out="*i32", tiles_out="*i32")
     constants |= dict(TILE=TILE, FULL=FULL)
     compiled((k_place_kernel, signature, constants), device, WARPS, 1)
+
+
+@each_device
+def test_the_pallas_form(device):
+    """What `implementation="pallas"` runs, as it is handed to XLA."""
+    problem = dispatch.Problem("gemm_k", 4096, 4096, 14336, 128, "bfloat16")
+    config = for_pallas(KTileConfig(256, 64, 8, 3), problem)
+
+    def run(h, w, mask):
+        layout = mask_layout(mask, k_axis=True, implementation="xla")
+        return gemm_k(h, w, layout.k_order, None, None, 128, config)
+
+    bf16 = jnp.bfloat16
+    shapes = (((4096, 14336), bf16), ((4096, 14336), bf16), ((4096, 112), jnp.bool_))
+    ((text, warps, stages),) = pallas_kernels_of(run, *shapes)
+    found = compile_ttir_usage(text, device.capability, warps, stages)
+    assert found.spills == 0
+    assert found.shared_memory <= device.shared_memory_per_block
 
 
 @pytest.mark.parametrize("one_pass", [True, False], ids=["o", "down"])
