@@ -23,7 +23,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.generate import decode_step, prefill
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 from wide_jax.hf.pretrained import build
-from wide_jax.kernels import Kernels
+from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Forced, Masks, Routing
 
@@ -198,7 +198,7 @@ def forced_variant(
     step = random_masks(config, wide, batch, 1, sparsity, seed=2)
     return Variant(
         "wide",
-        Kernels(attention_sparsity=sparsity, ffn_sparsity=sparsity),
+        Kernels(SparsityHints(sparsity, sparsity)),
         Forced(masks, ask_routers=asked),
         Forced(step, ask_routers=asked),
         sparsity,

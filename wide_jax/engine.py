@@ -5,11 +5,10 @@ from typing import Literal
 
 from flax import nnx
 
-from pallas_kernels import explain
-from pallas_kernels._attention.dispatch import explain_attention
+from pallas_kernels import explain, explain_attention
 from pallas_kernels._common.device import Device, current_device
 from wide_jax.config import ModelConfig, WideConfig
-from wide_jax.kernels import Kernels
+from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam
 
@@ -25,9 +24,7 @@ class EngineChoice:
 def use_kernels(
     model: WideForCausalLM,
     kernels: Kernels | Literal["auto"] | None = "auto",
-    *,
-    attention_sparsity: float | None = None,
-    ffn_sparsity: float | None = None,
+    hints: SparsityHints | None = None,
 ) -> EngineChoice:
     """Set what `model`'s inference runs on from now on; what was compiled before stays valid.
 
@@ -35,16 +32,14 @@ def use_kernels(
         model: changed in place; its weights are untouched.
         kernels: settings (they run or raise), None for plain JAX, or `auto`: the kernels on a CUDA
             device that can run them, else plain JAX.
-        attention_sparsity, ffn_sparsity: hints for `auto`; see `Kernels`.
+        hints: for `auto`: what the masks are expected to skip.
 
     Raises:
         ValueError: kernels were asked for and this model cannot run through them.
     """
     obstacle = obstacle_to_kernels(model)
     if kernels == "auto":
-        choice = automatic_kernels(
-            obstacle, attention_sparsity=attention_sparsity, ffn_sparsity=ffn_sparsity
-        )
+        choice = automatic_kernels(obstacle, hints=hints)
     elif kernels is None:
         choice = EngineChoice(None, "asked for")
     else:
@@ -73,8 +68,7 @@ def obstacle_to_kernels(model: WideForCausalLM) -> str | None:
 def automatic_kernels(
     obstacle: str | None = None,
     *,
-    attention_sparsity: float | None = None,
-    ffn_sparsity: float | None = None,
+    hints: SparsityHints | None = None,
     device: Device | None = None,
 ) -> EngineChoice:
     """What `auto` takes, for a model with the given obstacle; by default on this device."""
@@ -86,7 +80,7 @@ def automatic_kernels(
         return EngineChoice(None, f"{reason}: plain JAX")
     if obstacle is not None:
         return EngineChoice(None, f"{obstacle}: plain JAX")
-    return EngineChoice(Kernels(attention_sparsity, ffn_sparsity), f"kernels on {device.kind}")
+    return EngineChoice(Kernels(hints or SparsityHints()), f"kernels on {device.kind}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,15 +114,15 @@ def plan(
     queries = config.num_attention_heads * head
     heads = wide.attn_group_size
     products = (
-        ("gemm_mn", "q", queries, hidden, heads * head, kernels.attention_sparsity),
-        ("gemm_k", "o", hidden, queries, heads * head, kernels.attention_sparsity),
+        ("gemm_mn", "q", queries, hidden, heads * head, kernels.hints.attention),
+        ("gemm_k", "o", hidden, queries, heads * head, kernels.hints.attention),
         (
             "swiglu_up",
             "gate and up",
             config.intermediate_size,
             hidden,
             wide.ffn_group_size,
-            kernels.ffn_sparsity,
+            kernels.hints.ffn,
         ),
         (
             "gemm_k",
@@ -136,7 +130,7 @@ def plan(
             hidden,
             config.intermediate_size,
             wide.ffn_group_size,
-            kernels.ffn_sparsity,
+            kernels.hints.ffn,
         ),
     )
     found = []
@@ -163,7 +157,7 @@ def plan(
         d=head,
         group=heads,
         dtype=dtype,
-        expected_sparsity=kernels.attention_sparsity,
+        expected_sparsity=kernels.hints.attention,
         device=device,
     )
     found.insert(1, _planned(op, "attention", getattr(kernels, op), choice))

@@ -15,16 +15,28 @@ from pallas_kernels.rope_cache.api import RopeImplementation
 
 
 @dataclasses.dataclass(frozen=True)
+class SparsityHints:
+    """Fractions of (token, group) pairs that the masks are expected to skip; None: not known."""
+
+    attention: float | None = None
+    ffn: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "ffn"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value <= 1.0:
+                raise ValueError(f"sparsity hint {name}={value} must be in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernels:
     """Static settings of the kernel path. A named implementation runs or raises.
 
-    None asks each op's table for this device, which may say *dense*. The hints are the fractions
-    of (token, group) pairs that the masks are expected to skip; they steer the tables and never
-    the results (None: the tables assume one half).
+    None asks each op's table for this device, which may say *dense*. The hints steer the tables
+    and never the results; without one the tables assume one half.
     """
 
-    attention_sparsity: float | None = None
-    ffn_sparsity: float | None = None
+    hints: SparsityHints = SparsityHints()
     norm_route: RouteImplementation | None = None
     mask_layout: LayoutImplementation | None = None
     rope_cache: RopeImplementation | None = None
@@ -33,9 +45,3 @@ class Kernels:
     gemm_k: Implementation | None = None
     attention_prefill: AttentionImplementation | None = None
     attention_decode: AttentionImplementation | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("attention_sparsity", "ffn_sparsity"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name}={value} must be in [0, 1]")

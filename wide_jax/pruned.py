@@ -82,8 +82,7 @@ def decision(
     Raises:
         ValueError: `routing` needs a router and the model has none.
     """
-    hints = {"attention": kernels.attention_sparsity, "ffn": kernels.ffn_sparsity}
-    sparsity = hints[module]
+    sparsity = getattr(kernels.hints, module)
     if decided is not None:
         return Decision(norm(x), decided.mask, decided.layout)
     match routing:

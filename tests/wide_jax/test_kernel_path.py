@@ -14,7 +14,7 @@ from wide_jax.batch import TokenBatch
 from wide_jax.config import WideConfig
 from wide_jax.engine import plan, use_kernels
 from wide_jax.generate import _decode_until, generate, prefill
-from wide_jax.kernels import Kernels
+from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.routing import AllOn, Argmax, Forced, GumbelSoftmax, Masks
 
 PROMPTS = [[5, 9, 11], [3, 1, 4, 1, 5, 9, 2], [7] * 13]
@@ -161,8 +161,8 @@ def test_auto_says_what_it_took_and_a_named_choice_is_refused_where_it_cannot_ru
     lora.attach(model, lora.LoRASettings(rank=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="LoRA is attached: merge it"):
         use_kernels(model, Kernels())
-    with pytest.raises(ValueError, match=r"attention_sparsity=1\.5 must be in"):
-        Kernels(attention_sparsity=1.5)
+    with pytest.raises(ValueError, match=r"hint attention=1\.5 must be in"):
+        SparsityHints(attention=1.5)
 
 
 def test_plan_names_every_op_of_a_layer():

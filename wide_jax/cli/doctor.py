@@ -181,7 +181,7 @@ def model_plan(
         wide = load_wide_info(folder, config).wide
     else:
         wide = WideConfig(config.heads_per_kv_head, dense_ffn_group(config))
-    engine = automatic_kernels(**sparsity_hints(folder), device=device)
+    engine = automatic_kernels(hints=sparsity_hints(folder), device=device)
     findings = [Finding("ok", model, engine.reason)]
     if engine.kernels is None:
         return findings

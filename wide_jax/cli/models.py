@@ -81,6 +81,6 @@ def load_model(
             progress=advance_bytes(advance),
         )
     name = EMBEDDED_MODEL.name if model is None else model
-    engine = use_kernels(loaded, **sparsity_hints(folder))
+    engine = use_kernels(loaded, hints=sparsity_hints(folder))
     console.print(f"[dim]inference: {engine.reason}[/dim]", highlight=False)
     return LoadedModel(name, folder, loaded, load_tokenizer(folder), engine)

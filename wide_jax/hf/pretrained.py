@@ -25,10 +25,9 @@ from wide_jax.hf.wide_folder import (
     load_wide_routers,
     save_wide_model,
 )
-from wide_jax.kernels import Kernels
+from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.router import Router
-from wide_jax.routing import MODULES
 
 
 def from_pretrained(
@@ -85,20 +84,20 @@ def from_pretrained(
     if adapter and (folder / ADAPTER_CONFIG).exists():
         weights |= _adapted(folder, base, config, target, sharding_for)
     loaded = build(config, wide, weights | routers, dtype=target)
-    use_kernels(loaded, kernels, **sparsity_hints(folder))
+    use_kernels(loaded, kernels, sparsity_hints(folder))
     return loaded
 
 
-def sparsity_hints(folder: str | Path) -> dict[str, float | None]:
-    """What a model's folder says its routers skip, as `use_kernels` takes it.
+def sparsity_hints(folder: str | Path) -> SparsityHints:
+    """What a model's folder says its routers skip.
 
-    The rates that `wide dial` measured, else the targets of its training, else None.
+    The rates that `wide dial` measured, else the targets of its training, else nothing.
     """
     if not is_wide_folder(folder):
-        return {"attention_sparsity": None, "ffn_sparsity": None}
+        return SparsityHints()
     info = load_wide_info(folder)
     rates = {**info.targets, **info.rates}
-    return {f"{module}_sparsity": rates.get(module) for module in MODULES}
+    return SparsityHints(rates.get("attention"), rates.get("ffn"))
 
 
 def _adapted(
