@@ -131,7 +131,7 @@ def parse_targets(targets: tuple[str, ...], *, one_router: bool) -> list[Goal]:
     if shared:
         return [Goal(MODULES, shared[0], values[shared[0]])]
     if one_router:
-        raise ValueError("one router decides for both modules: give flops, bytes or paper")
+        raise ValueError(f"one router decides for both modules: give one of {', '.join(SHARED)}")
     return [Goal((module,), module, values[module]) for module in MODULES if module in values]
 
 

@@ -70,6 +70,7 @@ def main(args: Args) -> None:
             budget=info.budget,
             targets=info.targets,
             training=info.training,
+            rates=info.rates,
             overwrite=args.overwrite,
             progress=advance_bytes(advance),
             **extra,

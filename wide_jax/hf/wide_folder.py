@@ -91,6 +91,7 @@ def save_wide_model(
     budget: str | None = None,
     targets: Mapping[str, float] | None = None,
     training: Mapping[str, Any] | None = None,
+    rates: Mapping[str, float] | None = None,
     include_base: bool = True,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -107,7 +108,7 @@ def save_wide_model(
         weights: Base weights that have changed (a merged LoRA), complete, by name; None keeps the
             base's files.
         adapter: A LoRA to store beside them in PEFT's format.
-        budget: See `WideInfo`, as for `targets` and `training`.
+        budget: See `WideInfo`, as for `targets`, `training` and `rates`.
         include_base: False writes only the routers and the base's absolute path.
         overwrite: Replace an existing model folder.
         shard_bytes: See `save_model`; only for changed weights.
@@ -138,6 +139,7 @@ def save_wide_model(
         budget=budget,
         targets=dict(targets or {}),
         training=dict(training or {}),
+        rates=dict(rates or {}),
         lora=_lora_of(base, weights, adapter),
     )
     with atomic_folder(target, overwrite=overwrite) as folder:
@@ -278,13 +280,13 @@ def set_thresholds(
 
     Raises:
         WideConfigError, FileNotFoundError: see `load_wide_info`.
+        ValueError: a threshold that is not finite.
     """
-    info = load_wide_info(folder)
-    wide = dataclasses.replace(info.wide, attention_threshold=attention, ffn_threshold=ffn)
-    info = dataclasses.replace(info, wide=wide, rates=dict(rates))
+    thresholds = {"attention_threshold": attention, "ffn_threshold": ffn}
+    dataclasses.replace(load_wide_info(folder).wide, **thresholds)  # checks them and the file
     path = Path(folder) / WIDE_CONFIG
     unfinished = path.with_name(f".{WIDE_CONFIG}.unfinished")
-    write_json(unfinished, _to_json(info, read_config(base_folder(folder))))
+    write_json(unfinished, read_json(path) | thresholds | {"rates": dict(rates)})
     unfinished.replace(path)
 
 

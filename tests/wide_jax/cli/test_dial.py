@@ -10,7 +10,9 @@ from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
 from wide_jax.dial import Goal, meet
 from wide_jax.hf.config import read_config
-from wide_jax.hf.pretrained import from_pretrained, save_pretrained
+from wide_jax.hf.pretrained import from_pretrained, save_pretrained, sparsity_hints
+from wide_jax.hf.wide_folder import load_wide_info, set_thresholds
+from wide_jax.kernels import SparsityHints
 from wide_jax.routing import MODULES
 
 
@@ -67,6 +69,29 @@ def test_a_target_is_met_stored_and_taken_back(wide_folder, text_file, tmp_path)
 def test_targets_that_make_no_sense_are_refused(targets, message):
     with pytest.raises(ValueError, match=message):
         parse_targets(targets, one_router=False)
+
+
+def test_one_router_takes_figures_of_both_modules_only():
+    with pytest.raises(ValueError, match="one router decides for both modules: give one of paper"):
+        parse_targets(("ffn=0.2",), one_router=True)
+    assert parse_targets(("paper=0.2",), one_router=True) == [Goal(MODULES, "paper", 0.2)]
+
+
+def test_an_export_keeps_what_was_dialled_and_a_dial_keeps_what_it_does_not_know(
+    wide_folder, tmp_path
+):
+    file = wide_folder / "wide_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"note": "mine"}))
+    rates = {"attention": 0.5, "ffn": 0.25}
+    set_thresholds(wide_folder, attention=0.5, ffn=-0.25, rates=rates)
+    assert json.loads(file.read_text())["note"] == "mine"
+    assert main(["export", str(wide_folder), str(tmp_path / "exported")]) == 0
+    info = load_wide_info(tmp_path / "exported")
+    assert (info.wide.attention_threshold, info.wide.ffn_threshold) == (0.5, -0.25)
+    assert info.rates == rates
+    assert sparsity_hints(tmp_path / "exported") == SparsityHints(0.5, 0.25)
+    with pytest.raises(ValueError, match="ffn_threshold=nan must be finite"):
+        set_thresholds(wide_folder, attention=0.0, ffn=float("nan"), rates={})
 
 
 def test_a_folder_without_routers_is_refused_before_it_is_loaded(model_folder, capsys):
