@@ -219,10 +219,19 @@ PARTS = (
     ),
     (
         "attention",
-        ("flash", "fmha", "sdpa", "attention", "split_kernel", "merge", "mosaic", "cudnn"),
+        (
+            *("flash", "fmha", "sdpa", "attention", "mosaic", "cudnn"),
+            *("gather_kernel", "scatter_kernel", "split_kernel", "merge"),
+        ),
     ),
     ("rotation", ("rope_kernel",)),
-    ("products", ("tile_kernel", "small_kernel", "sum_kernel", "gemm", "cutlass", "nvjet", "dot")),
+    (
+        "products",
+        (
+            *("tile_kernel", "small_kernel", "qkv_kernel", "persistent_kernel", "sum_kernel"),
+            *("split_k_kernel", "zero_kernel", "gemm", "cutlass", "nvjet", "dot"),
+        ),
+    ),
 )
 LISTED = 12  # kernels by name in a profile
 
@@ -235,16 +244,20 @@ class Profile:
     kernels: dict[str, tuple[float, int]]  # the longest by name: time, launches
 
 
+def part_of(kernel: str) -> str:
+    """The part of a layer that a kernel of this name belongs to."""
+    name = kernel.lower()
+    return next((part for part, names in PARTS if any(n in name for n in names)), "other")
+
+
 def profile(call: Callable[[], Any], calls: int = 1) -> Profile:
     """Profile a call that has run before; figures are for one of the `calls` steps in it."""
     events = kernel_events(call)
     parts = dict.fromkeys([*(part for part, _ in PARTS), "other"], 0.0)
     kernels: dict[str, tuple[float, int]] = {}
     for event in events:
-        name = event.name.lower()
-        part = next((p for p, names in PARTS if any(n in name for n in names)), "other")
         ms = event.duration_ns * 1e-6 / calls
-        parts[part] += ms
+        parts[part_of(event.name)] += ms
         spent, launches = kernels.get(event.name, (0.0, 0))
         kernels[event.name] = (spent + ms, launches + 1)
     end = max(event.start_ns + event.duration_ns for event in events)

@@ -133,6 +133,6 @@ def small_signature(dtype: str) -> dict[str, str]:
 
 
 def split_signature(dtype: str) -> dict[str, str]:
-    """Parameter types of `split_kernel`."""
+    """Parameter types of `split_k_kernel`."""
     kind = TYPE_NAMES[dtype]
     return dict(x=kind, w=kind, w_up=kind, mask="*i1", M="i32", sums="*fp32")

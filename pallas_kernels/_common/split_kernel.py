@@ -13,7 +13,7 @@ from pallas_kernels._common.jit import jit
 
 
 @jit
-def split_kernel(
+def split_k_kernel(
     x,  # [M, K]
     w,  # [N, K]
     w_up,  # [N, K], read if GLU

@@ -13,7 +13,7 @@ from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
 from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
-from pallas_kernels._common.split_kernel import split_kernel, sum_kernel
+from pallas_kernels._common.split_kernel import split_k_kernel, sum_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.zero_kernel import zero_kernel
 from pallas_kernels.layout import MaskLayout
@@ -59,7 +59,7 @@ def _split_gemm(
         N=n, G=group_size, GROUPS=layout.groups, GLU=len(weights) == 2, SPLITS=config.splits
     )
     (sums,) = triton_support.launch(
-        split_kernel,
+        split_k_kernel,
         [x, weights[0], weights[-1], layout.mask],
         [m],
         [jax.ShapeDtypeStruct((config.splits, len(weights), m, n), jnp.float32)],

@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import jaxtyping
 import pytest
 from rich.console import Console
 
+import pallas_kernels
 from eval import records
 from eval.bench_e2e import (
     E2EConfig,
@@ -20,7 +23,7 @@ from eval.bench_e2e import (
     table,
 )
 from eval.e2e_plots import write_plots
-from eval.e2e_runs import dense_variants, random_model
+from eval.e2e_runs import dense_variants, part_of, random_model
 from wide_jax.config import WideConfig
 from wide_jax.kernels import Kernels
 from wide_jax.shapes import shape
@@ -111,6 +114,25 @@ def test_cells_that_do_not_fit_are_refused_in_words():
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
     assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 63, BENCH)
     assert refusal(TINY, wide, 1, 16, BENCH) is None
+
+
+@pytest.mark.parametrize(
+    ("folders", "part"),
+    [
+        (("norm_route", "layout"), "routing"),
+        (("attention_prefill", "attention_decode"), "attention"),
+        (("rope_cache",), "rotation"),
+        (("project_qkv", "gemm_k", "_common"), "products"),
+    ],
+)
+def test_a_profile_knows_the_part_of_every_kernel(folders, part):
+    root = Path(pallas_kernels.__file__).parent
+    for folder in folders:
+        files = (root / folder).glob("*.py")
+        names = re.findall(r"^def (\w+_kernel)\(", "".join(f.read_text() for f in files), re.M)
+        names = [name for name in names if name != "run_kernel"]  # it launches one
+        assert names
+        assert {name: part_of(name) for name in names} == dict.fromkeys(names, part)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU to measure on")

@@ -40,7 +40,7 @@ from pallas_kernels._common.output_pruned import pallas_config
 from pallas_kernels._common.pallas_tile import tile_gemm
 from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
-from pallas_kernels._common.split_kernel import split_kernel, sum_kernel
+from pallas_kernels._common.split_kernel import split_k_kernel, sum_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
 from pallas_kernels._common.triton_gemm import zero_rows
 from pallas_kernels._common.zero_kernel import zero_kernel
@@ -140,7 +140,7 @@ def output_pruned_build(shipped: Shipped) -> Build:
     if config.splits > 1:
         constants |= dict(SPLITS=config.splits, TOKENS=max(16, triton.next_power_of_2(tokens)))
         del constants["HAS_BIAS"]
-        return Build(split_kernel, split_signature(shipped.dtype), constants)
+        return Build(split_k_kernel, split_signature(shipped.dtype), constants)
     constants |= dict(TOKENS=1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)))
     return Build(small_kernel, small_signature(shipped.dtype), constants)
 
