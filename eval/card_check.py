@@ -76,7 +76,7 @@ def check_card(
 ) -> Iterator[Verdict]:
     """Check every operation; verdicts come as they are ready, compiling side by side.
 
-    Token counts are both sides of the few-token forms, none of the last two a multiple of a tile.
+    The default token counts lie on both sides of the few-token forms; 37 and 600 fill no tile.
     """
     for model in models:
         for m in tokens:

@@ -63,5 +63,17 @@ def test_flipped_decisions_count():
 def test_without_a_gpu_the_command_says_so(capsys):
     assert main(["check", "kernels"]) == 1
     assert "no usable gpu device" in capsys.readouterr().err
-    assert main(["check", "kernels", "--models", "gpt-2"]) == 1
-    assert "unknown models gpt-2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--models", "gpt-2"), "unknown models gpt-2; known: "),
+        (("--patterns", "stripes"), "unknown patterns stripes; known: all_on"),
+        (("--tokens", "37", "0"), "--tokens 0: a call has at least one token"),
+        (("--patterns",), "nothing to check"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_before_anything_runs(options, message, capsys):
+    assert main(["check", "kernels", *options]) == 1
+    assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from eval.card_check import CardCase, Verdict, check_card
 from pallas_kernels._common.shapes import MODELS
+from pallas_kernels._common.testing import PATTERNS
 from wide_jax.cli.start import start
 
 
@@ -22,7 +23,8 @@ class Args:
     models: tuple[str, ...] = ("llama-3.1-8b", "smollm2-135m")
     """Whose layers: llama-3.1-8b, llama-3.2-3b, qwen3-0.6b, qwen3-14b, smollm2-135m."""
     patterns: tuple[str, ...] = ("half", "ragged")
-    """Masks: half, ragged, few, clustered, all_on, all_off, one_group_only, ..."""
+    """Masks: half, few, ragged, clustered, all_on, all_off, one_token_each, one_token_only,
+    one_group_only, last_tile_partial."""
 
 
 class KernelsWrong(RuntimeError):
@@ -31,9 +33,17 @@ class KernelsWrong(RuntimeError):
 
 def main(args: Args) -> None:
     """Print a row a case; raises KernelsWrong if one is wrong."""
-    unknown = [name for name in args.models if name not in MODELS]
-    if unknown:
-        raise ValueError(f"unknown models {', '.join(unknown)}; known: {', '.join(MODELS)}")
+    for option, given, known in (
+        ("models", args.models, MODELS),
+        ("patterns", args.patterns, PATTERNS),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(f"unknown {option} {', '.join(unknown)}; known: {', '.join(known)}")
+    if min(args.tokens, default=1) < 1:
+        raise ValueError(f"--tokens {min(args.tokens)}: a call has at least one token")
+    if not (args.tokens and args.models and args.patterns):
+        raise ValueError("nothing to check: give --tokens, --models and --patterns a value each")
     console = Console()
     start("gpu", console)
     table = Table("operation", "model", "tokens", "masks", "error", "at most", "")
