@@ -7,6 +7,7 @@ from flax import nnx
 
 from pallas_kernels import explain, explain_attention
 from pallas_kernels._common.device import Device, current_device
+from wide_jax import pruned
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
@@ -96,7 +97,7 @@ class PlannedOp:
 
 def plan(
     config: ModelConfig,
-    wide: WideConfig,
+    wide: WideConfig | None,
     kernels: Kernels,
     *,
     batch: int,
@@ -107,22 +108,34 @@ def plan(
 ) -> list[PlannedOp]:
     """The operations of a layer for `batch` rows of `tokens` new tokens among `context` slots.
 
-    One token is a decode step. An operation that `kernels` names is reported as asked for.
+    One token is a decode step. An operation that `kernels` names is reported as asked for. Without
+    routers (`wide` None) everything is on, which more than a few tokens run by plain products.
+    Attention is that of the layers with a sliding window, where there are any.
     """
     m = batch * tokens
+    hints, whole = kernels.hints, wide is None
+    plain: dict[str, str] = {}  # products that take no kernel, and why
+    if config.mlp_bias:
+        plain["swiglu_up"] = "the kernel has no biases"
+    if wide is None:
+        wide = WideConfig(config.heads_per_kv_head, pruned.dense_ffn_group(config))
+        hints = SparsityHints(0.0, 0.0)
+        if m > pruned.FEW_TOKENS:
+            reason = f"everything is on for more than {pruned.FEW_TOKENS} tokens"
+            plain = dict.fromkeys(("gemm_mn", "gemm_k", "swiglu_up"), reason)
     hidden, head = config.hidden_size, config.head_dim
     queries = config.num_attention_heads * head
     heads = wide.attn_group_size
     products = (
-        ("gemm_mn", "q", queries, hidden, heads * head, kernels.hints.attention),
-        ("gemm_k", "o", hidden, queries, heads * head, kernels.hints.attention),
+        ("gemm_mn", "q", queries, hidden, heads * head, hints.attention),
+        ("gemm_k", "o", hidden, queries, heads * head, hints.attention),
         (
             "swiglu_up",
             "gate and up",
             config.intermediate_size,
             hidden,
             wide.ffn_group_size,
-            kernels.hints.ffn,
+            hints.ffn,
         ),
         (
             "gemm_k",
@@ -130,11 +143,14 @@ def plan(
             hidden,
             config.intermediate_size,
             wide.ffn_group_size,
-            kernels.hints.ffn,
+            hints.ffn,
         ),
     )
     found = []
     for op, part, n, k, group, sparsity in products:
+        if op in plain:
+            found.append(PlannedOp(op, part, "plain JAX", plain[op], measured=False))
+            continue
         choice = explain(
             op,
             m=m,
@@ -147,6 +163,7 @@ def plan(
         )
         found.append(_planned(op, part, getattr(kernels, op), choice))
     op = "attention_decode" if tokens == 1 else "attention_prefill"
+    unwindowed = config.sliding_window is None
     choice = explain_attention(
         op,
         b=batch,
@@ -155,9 +172,11 @@ def plan(
         hq=config.num_attention_heads,
         hk=config.num_key_value_heads,
         d=head,
-        group=heads,
+        group=config.num_attention_heads if whole else heads,
         dtype=dtype,
-        expected_sparsity=kernels.hints.attention,
+        expected_sparsity=hints.attention,
+        plain=tokens > 1 or unwindowed,
+        from_start=unwindowed,
         device=device,
     )
     found.insert(1, _planned(op, "attention", getattr(kernels, op), choice))

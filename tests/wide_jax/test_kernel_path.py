@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels._common.device import H200
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax import lora
 from wide_jax.batch import TokenBatch
-from wide_jax.config import WideConfig
+from wide_jax.config import RopeConfig, WideConfig
 from wide_jax.engine import plan, use_kernels
 from wide_jax.generate import _decode_until, generate, prefill
 from wide_jax.kernels import Kernels, SparsityHints
@@ -179,6 +180,43 @@ def test_plan_names_every_op_of_a_layer():
         ]
         assert ops[0].reason == "asked for"
         assert all(op.implementation for op in ops)
+
+
+def test_plan_of_what_runs_in_plain_jax():
+    config, options = tiny_config(), {"batch": 1, "context": 128, "device": H200}
+    prefill_ops = plan(config, None, Kernels(), tokens=128, **options)
+    products = [op for op in prefill_ops if op.part != "attention"]
+    assert {op.implementation for op in products} == {"plain JAX"}
+    step = plan(config, None, Kernels(), tokens=1, **options)
+    assert "plain JAX" not in {op.implementation for op in step}
+    biased = tiny_config(mlp_bias=True)
+    wide = WideConfig.for_model(biased, ffn_group_size=8)
+    for op in plan(biased, wide, Kernels(), tokens=128, **options):
+        assert (op.implementation == "plain JAX") == (op.op == "swiglu_up")
+
+
+def test_finished_rows_do_not_touch_the_others():
+    plain, fast = pair(sliding_window=4)
+    alone = generate(plain, PROMPTS, max_new_tokens=8, stop_ids=())
+    stop = int(alone.tokens[1, 2])
+    assert stop not in alone.tokens[[0, 2], :3]
+    for routing in (Argmax(), AllOn()):
+        options = {"max_new_tokens": 8, "stop_ids": (stop,), "routing": routing}
+        wanted, got = generate(plain, PROMPTS, **options), generate(fast, PROMPTS, **options)
+        np.testing.assert_array_equal(got.tokens, wanted.tokens)
+        np.testing.assert_array_equal(got.lengths, wanted.lengths)
+        if isinstance(routing, Argmax):
+            assert got.lengths[1] <= 3
+            same(got.decode_usage, wanted.decode_usage)
+
+
+def test_one_router_and_dynamic_rope_generate_as_plain_jax():
+    config = tiny_config()
+    rope = RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
+    plain, fast = pair(WideConfig.layer_skipping(config), rope=rope)
+    wanted, got = (generate(m, PROMPTS, max_new_tokens=12, stop_ids=()) for m in (plain, fast))
+    np.testing.assert_array_equal(got.tokens, wanted.tokens)
+    np.testing.assert_allclose(got.log_probs, wanted.log_probs, atol=1e-4)
 
 
 def test_one_compiled_prefill_a_length_bucket_and_one_step():
