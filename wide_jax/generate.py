@@ -266,9 +266,7 @@ def generate(
     routing = Argmax() if routing is None else routing
 
     longest = max(map(len, prompts))
-    width = (
-        _bucket(longest) if prefill_chunk is None else -(-longest // prefill_chunk) * prefill_chunk
-    )
+    width, capacity = padded_sizes(longest, max_new_tokens, prefill_chunk)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
@@ -276,7 +274,7 @@ def generate(
 
     graphdef, state = nnx.split(model)
     dtype = model.model.embed_tokens.weight[...].dtype
-    cache = KVCache.empty(config, len(prompts), width + _bucket(max_new_tokens), dtype)
+    cache = KVCache.empty(config, len(prompts), capacity, dtype)
     logits, cache, prefilled = _prefill_in_chunks(
         graphdef, state, ids, lengths, cache, routing, prefill_chunk or width
     )
@@ -381,6 +379,17 @@ def _seen_tokens(ids: np.ndarray, lengths: np.ndarray, vocab_size: int) -> Array
     for row, length in enumerate(lengths):
         seen[row, ids[row, :length]] = True
     return jnp.asarray(seen)
+
+
+def padded_sizes(
+    longest: int, max_new_tokens: int, prefill_chunk: int | None = None
+) -> tuple[int, int]:
+    """Tokens that `generate` pads its prompts to, and the slots of its cache."""
+    if prefill_chunk is None:
+        width = _bucket(longest)
+    else:
+        width = -(-longest // prefill_chunk) * prefill_chunk
+    return width, width + _bucket(max_new_tokens)
 
 
 def _bucket(length: int) -> int:

@@ -7,8 +7,10 @@ from flax import nnx
 from tests.wide_jax.conftest import tiny_config, tiny_model
 from wide_jax.cache import KVCache
 from wide_jax.config import WideConfig
+from wide_jax.generate import generate, padded_sizes
 from wide_jax.memory import estimate_memory
 from wide_jax.params import RouterParam
+from wide_jax.routing import AllOn
 from wide_jax.shapes import shape
 
 
@@ -27,6 +29,20 @@ def test_weights_and_cache_of_a_real_model():
     cache = KVCache.empty(config, 3, 40, jnp.float32)
     assert found.cache == nbytes(cache.layers)
     assert "GiB" in found.line()
+
+
+def test_a_generation_pads_prompts_and_cache_to_these_sizes(monkeypatch):
+    made = []
+    empty = KVCache.empty
+    monkeypatch.setattr(
+        KVCache, "empty", lambda *args: made.append(empty(*args)) or made[-1], raising=True
+    )
+    model = tiny_model(None)
+    for chunk, width in ((None, 32), (5, 20)):
+        generate(
+            model, [[3] * 17], max_new_tokens=3, routing=AllOn(), stop_ids=(), prefill_chunk=chunk
+        )
+        assert padded_sizes(17, 3, chunk) == (width, made[-1].capacity) == (width, width + 16)
 
 
 def test_llama_3_1_8b():

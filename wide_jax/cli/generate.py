@@ -11,7 +11,7 @@ from wide_jax.accounting import Usage, account
 from wide_jax.cli.files import check_writable_file, write_json
 from wide_jax.cli.models import load_model
 from wide_jax.cli.start import Platform, start
-from wide_jax.generate import Generation, generate
+from wide_jax.generate import Generation, generate, padded_sizes
 from wide_jax.hf.config import stop_token_ids
 from wide_jax.hf.wide_folder import base_folder
 from wide_jax.memory import MemoryEstimate, estimate_memory
@@ -68,8 +68,10 @@ def main(args: Args) -> None:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
     )
-    if args.samples < 1:
-        raise ValueError(f"samples={args.samples} must be at least 1")
+    counts = {"samples": args.samples, "max_new_tokens": args.max_new_tokens}
+    for name, value in {**counts, "prefill_chunk": args.prefill_chunk}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     if args.json is not None:
         check_writable_file(args.json)
     start(args.platform, console)
@@ -134,12 +136,13 @@ def _print_samples(console: Console, texts: list[str], first_seed: int) -> None:
 
 
 def _memory(model: WideForCausalLM, prompt: int, args: Args) -> MemoryEstimate:
+    width, capacity = padded_sizes(prompt, args.max_new_tokens, args.prefill_chunk)
     return estimate_memory(
         model.config,
         model.wide,
         batch=args.samples,
-        piece=args.prefill_chunk or prompt,
-        capacity=prompt + args.max_new_tokens,
+        piece=args.prefill_chunk or width,
+        capacity=capacity,
         element_bytes=model.model.embed_tokens.weight[...].dtype.itemsize,
     )
 

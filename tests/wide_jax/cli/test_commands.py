@@ -117,6 +117,7 @@ def test_case_F1_a_gpu_that_is_not_there_is_an_error(model_folder, text_file, ca
         (["generate", "--prompt", "a", "--model", "no/such/folder"], 1, "no/such/folder"),
         (["generate", "--prompt", "a", "--temperature", "-1"], 1, "temperature=-1"),
         (["generate", "--prompt", "a", "--samples", "0"], 1, "samples=0"),
+        (["generate", "--prompt", "a", "--prefill-chunk", "0"], 1, "prefill_chunk=0"),
         (["demo", "--json", "no_folder/x.json"], 1, "no_folder"),
     ],
 )
