@@ -62,7 +62,7 @@ def main(args: Args) -> None:
         return
     tokenizer = load_tokenizer(folder)
     text = _text(tokenizer)
-    model = from_pretrained(folder, dense=True, dtype="float32")
+    model = from_pretrained(folder, dense=True, dtype="float32", kernels=None)
     if not _has_torch():
         console.print("no torch here, so no reference run: judging by the perplexity of a text")
     else:
