@@ -2,8 +2,8 @@
 
 Contenders take turns, run by run. Dense is the best of two: our kernels with everything on, and
 XLA's products with cuDNN's attention. The ideal beside a measurement is computed from the very
-masks that ran. Times are the host's, around a call that is waited for: prefills and decode loops
-last milliseconds.
+masks that ran; in decode, a trained model's are those of one step after the prompt. Times are the
+host's, around a call that is waited for: prefills and decode loops last milliseconds.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class E2EConfig:
     steps: int = 32
     """Decode steps of one timed loop."""
     rounds: int = 5
-    """Timed turns of every contender."""
+    """Timed turns of every contender, 3 at least."""
     seconds_per_cell: float = 20.0
     """Fewer rounds (3 at least) where a cell would take longer."""
     compile_alone: bool = False
@@ -121,11 +121,12 @@ def measure(
         text: token ids of prompts, repeated as often as needed; None: random ids.
 
     Raises:
-        RuntimeError: there is no GPU; nothing is simulated.
-        ValueError: `trained` has no routers.
+        RuntimeError: there is no GPU (nothing is simulated), or no cell fits.
+        ValueError: see `check`; or `trained` has no routers.
     """
     if jax.default_backend() != "gpu":
         raise RuntimeError("wide bench e2e needs a CUDA device: timings elsewhere mean nothing")
+    check(config)
     common = records.common_fields("e2e")
     rows = []
     own = trained is not None
@@ -153,8 +154,21 @@ def measure(
                     for where in profile_lines(record):
                         console.print(f"[dim]{where}[/dim]", highlight=False)
         del model
+    if not rows:
+        raise RuntimeError("nothing could be measured: no cell fits, or none was asked for")
     console.print(table(rows))
     return rows
+
+
+def check(config: E2EConfig) -> None:
+    """Raise ValueError for a setting that no cell could be measured with."""
+    for option in ("tokens", "batches", "ffn_groups"):
+        if any(value < 1 for value in getattr(config, option)):
+            raise ValueError(f"{option}={getattr(config, option)} must all be at least 1")
+    if config.steps < 1:
+        raise ValueError(f"steps={config.steps} must be at least 1")
+    if not all(0.0 <= value <= 1.0 for value in config.sparsities):
+        raise ValueError(f"sparsities={config.sparsities} must all be in [0, 1]")
 
 
 def refusal(

@@ -24,6 +24,7 @@ from eval.bench_e2e import (
 )
 from eval.e2e_plots import write_plots
 from eval.e2e_runs import dense_variants, part_of, random_model
+from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
 from wide_jax.kernels import Kernels
 from wide_jax.shapes import shape
@@ -114,6 +115,20 @@ def test_cells_that_do_not_fit_are_refused_in_words():
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
     assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 63, BENCH)
     assert refusal(TINY, wide, 1, 16, BENCH) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sparsities", "0.5", "50"), "sparsities=(0.5, 50.0) must all be in [0, 1]"),
+        (("--steps", "0"), "steps=0 must be at least 1"),
+        (("--tokens", "0"), "tokens=(0,) must all be at least 1"),
+        (("--model", "any", "--layers", "2"), "--layers cuts a --shape"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_runs(options, message, capsys):
+    assert main(["bench", "e2e", *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 
 from rich.console import Console
 
-from eval.bench_e2e import E2EConfig, measure
+from eval.bench_e2e import E2EConfig, check, measure
 from wide_jax.cli.demo_text import python_reference
 from wide_jax.cli.files import check_writable_file
 from wide_jax.cli.models import load_model
@@ -23,7 +23,7 @@ class Args(E2EConfig):
     model: str | None = None
     """A WIDE model folder, for its group sizes and masks."""
     shape: str = "llama-3.1-8b"
-    """Architecture of random weights, where no --model is given."""
+    """Architecture of random weights, where no --model is given: llama-3.1-8b or smollm2-135m."""
     layers: int | None = None
     """Fewer layers than the shape has, to look at a part quickly."""
 
@@ -31,6 +31,9 @@ class Args(E2EConfig):
 def main(args: Args) -> None:
     """Measure, print, record and plot; fails without a GPU."""
     console = Console()
+    check(args)
+    if args.model is not None and args.layers is not None:
+        raise ValueError("--layers cuts a --shape: a model has the layers it has")
     if args.json is not None:
         check_writable_file(args.json)
     start("gpu", console)
@@ -41,8 +44,6 @@ def main(args: Args) -> None:
             architecture = dataclasses.replace(architecture, num_hidden_layers=args.layers)
         rows = measure(architecture, name, args, console)
     else:
-        if args.layers is not None:
-            raise ValueError("--layers cuts a --shape: a model has the layers it has")
         loaded = load_model(console, args.model, dtype="bfloat16")
         if loaded.model.wide is None:
             raise ValueError(f"{args.model} has no routers: give a WIDE model, or --shape")
