@@ -255,10 +255,18 @@ def _attention(
 def feed_forward(
     mlp: MLP, x: Float[Array, "B T D"], decision: Decision, kernels: Kernels
 ) -> Float[Array, "B T D"]:
-    """`x` plus the FFN's output."""
+    """`x` plus the FFN's output.
+
+    Raises:
+        NotImplementedError: a kernel is asked for by name and the FFN has biases.
+    """
     normed, layout = decision.normed.reshape(-1, x.shape[-1]), decision.layout
     gate, up = mlp.gate_proj, mlp.up_proj
     zeroed = layout is not None and gate.bias is None
+    if gate.bias is not None and kernels.swiglu_up == "triton":
+        raise NotImplementedError(
+            "swiglu_up='triton' has no biases and this model's FFN has: leave swiglu_up at None"
+        )
     if layout is None or gate.bias is not None:  # the kernel has no biases
         inner = jax.nn.silu(gate(normed)) * up(normed)
     else:

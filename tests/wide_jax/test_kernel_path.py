@@ -195,6 +195,13 @@ def test_plan_of_what_runs_in_plain_jax():
         assert (op.implementation == "plain JAX") == (op.op == "swiglu_up")
 
 
+def test_a_kernel_asked_for_by_name_raises_where_the_ffn_has_biases():
+    _, fast = pair(mlp_bias=True)
+    use_kernels(fast, Kernels(swiglu_up="triton"))
+    with pytest.raises(NotImplementedError, match="leave swiglu_up at None"):
+        forward(fast, TokenBatch.from_lengths(jnp.arange(6)[None]), Argmax())
+
+
 def test_finished_rows_do_not_touch_the_others():
     plain, fast = pair(sliding_window=4)
     alone = generate(plain, PROMPTS, max_new_tokens=8, stop_ids=())
