@@ -123,6 +123,17 @@ def test_forced_masks_and_thresholds():
     wanted, got = (forward(model, batch, Forced(masks))[0] for model in (plain, fast))
     np.testing.assert_allclose(got, wanted, atol=1e-4)
 
+    # Asking the routers as well, as a benchmark does, changes nothing but the work.
+    for model in (plain, fast):
+        asked, found = forward(model, batch, Forced(masks, ask_routers=True))
+        np.testing.assert_array_equal(asked, forward(model, batch, Forced(masks))[0])
+        same(jax.tree.map(lambda m: m != 0, found.masks), masks)
+    dense = tiny_model(None)
+    for kernels in (None, Kernels()):
+        use_kernels(dense, kernels)
+        with pytest.raises(ValueError, match="Forced routing needs routers"):
+            forward(dense, batch, Forced(masks, ask_routers=True))
+
     def active(**thresholds):
         moved = WideConfig(3, 8, attention_threshold=0.0, **thresholds)
         models = pair(moved)

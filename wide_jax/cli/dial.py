@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplexity
-from eval.text import Text, TokenizedText, read_text, tokenize
+from eval.text import Text, read_text, tokenize
 from wide_jax.cli.demo_text import python_reference
-from wide_jax.cli.models import LoadedModel, load_model
+from wide_jax.cli.models import load_model
 from wide_jax.cli.start import Platform, start
 from wide_jax.dial import Goal, meet
 from wide_jax.hf.wide_folder import is_wide_folder, load_wide_info, set_thresholds
@@ -64,9 +64,10 @@ def main(args: Args) -> None:
         console.print("thresholds are 0 again: the routers decide as they were trained")
         return
     goals = parse_targets(args.target, one_router=load_wide_info(folder).wide.one_router)
+    text = Text(python_reference().held_out) if args.data is None else read_text(args.data)
     start(args.platform, console)
     loaded = load_model(console, str(folder))
-    text = _text(loaded, args.data)
+    tokens = tokenize(text, loaded.encode, join=True)
     settings = PerplexityConfig(
         window=args.window, max_windows=args.windows, batch_size=args.batch_size
     )
@@ -74,7 +75,7 @@ def main(args: Args) -> None:
 
     def skipped(biases: Mapping[Module, float]) -> Mapping[str, float]:
         moved = with_biases(loaded.model, biases)
-        result = evaluate_perplexity(moved, text, settings)
+        result = evaluate_perplexity(moved, tokens, settings)
         seen[tuple(biases.values())] = result
         console.print(f"[dim]{_tried(biases, result)}[/dim]", highlight=False)
         return result.accounting.summary()
@@ -146,11 +147,6 @@ def with_biases(model: WideForCausalLM, biases: Mapping[Module, float]) -> WideF
                 value = value + np.where(np.arange(value.shape[0]) % 2 == 0, np.float32(bias), 0)
         moved.append((path, variable.replace(value)))
     return nnx.merge(graphdef, nnx.from_flat_state(moved), rest)
-
-
-def _text(loaded: LoadedModel, data: Path | None) -> TokenizedText:
-    text = Text(python_reference().held_out) if data is None else read_text(data)
-    return tokenize(text, loaded.encode, join=True)
 
 
 def _tried(biases: Mapping[Module, float], result: PerplexityResult) -> str:

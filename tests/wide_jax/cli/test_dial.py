@@ -99,6 +99,12 @@ def test_a_folder_without_routers_is_refused_before_it_is_loaded(model_folder, c
     assert "no wide_config.json" in capsys.readouterr().err
 
 
+def test_a_missing_text_is_refused_before_the_model_is_loaded(wide_folder, capsys):
+    (wide_folder / "wide_routers.safetensors").unlink()  # loading would say so
+    assert dial(wide_folder, "no/such.txt", "--target", "flops=0.4") == 1
+    assert "no/such.txt" in capsys.readouterr().err
+
+
 def test_search_finds_coupled_targets():
     """The FFN's rate also depends on attention's masks; both end where they should."""
 
