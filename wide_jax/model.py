@@ -190,7 +190,7 @@ class WideForCausalLM(nnx.Module):
         if wide is not None:
             wide.check(config)
         self.config, self.wide = config, wide
-        self.kernels: Kernels | None = None  # see `wide_jax.kernels.use_kernels`
+        self.kernels: Kernels | None = None  # see `wide_jax.engine.use_kernels`
         self.model = DecoderModel(config, wide, dtype=dtype, rngs=rngs)
         self.lm_head = (
             None
