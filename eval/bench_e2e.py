@@ -206,8 +206,8 @@ def cell(
     variants = list(dense)
     variants += [forced_variant(architecture, wide, batch, tokens, s) for s in config.sparsities]
     if own:
-        every = Argmax()
-        variants.append(Variant("wide", Kernels(), every, every, None, "trained"))
+        every, kernels = Argmax(), model.kernels or Kernels()  # with the hints that it came with
+        variants.append(Variant("wide", kernels, every, every, None, "trained"))
     for phase in config.phases:
         found = _phase(model, wide, variants, ids, phase, config)
         best = min((m for m in found if m.variant.name.startswith("dense")), key=lambda m: m.ms)

@@ -94,7 +94,7 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
     console.print(table(rows))
     if cases:
         console.print(attention_bench.table(rows))
-    if config.plots is not None:
+    if config.plots is not None and products:  # the plots are of products
         from eval.kernel_plots import write_plots
 
         for path in write_plots([r for r in rows if r["op"] not in CASES], config.plots):

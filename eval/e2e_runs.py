@@ -136,11 +136,11 @@ def random_masks(
 
 def routed(model: WideForCausalLM, variant: Variant) -> tuple[Any, Any]:
     """`nnx.split` of the model as the variant runs it."""
-    model.kernels = variant.kernels
+    own, model.kernels = model.kernels, variant.kernels
     try:
         return nnx.split(model)
     finally:
-        model.kernels = None
+        model.kernels = own
 
 
 def decided_usage(

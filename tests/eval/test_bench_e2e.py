@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import pallas_kernels
@@ -23,10 +24,10 @@ from eval.bench_e2e import (
     table,
 )
 from eval.e2e_plots import write_plots
-from eval.e2e_runs import dense_variants, part_of, random_model
+from eval.e2e_runs import dense_variants, part_of, random_model, routed
 from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
-from wide_jax.kernels import Kernels
+from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.shapes import shape
 
 TINY = dataclasses.replace(
@@ -105,6 +106,15 @@ def test_rows_are_records_a_table_and_plots(rows, tmp_path):
     single = [r | {"batch": 1} for r in rows]
     for path in write_plots(single, tmp_path):
         assert path.stat().st_size > 1000
+
+
+def test_a_variant_leaves_the_models_own_kernels_as_they_were():
+    model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
+    model.kernels = own = Kernels(SparsityHints(0.5, 0.25))
+    for variant in dense_variants():
+        graphdef, state = routed(model, variant)
+        assert nnx.merge(graphdef, state).kernels == variant.kernels
+        assert model.kernels == own
 
 
 def test_prompts_are_the_texts_pieces():
