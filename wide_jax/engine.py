@@ -6,6 +6,7 @@ from typing import Literal
 from flax import nnx
 
 from pallas_kernels import explain, explain_attention
+from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import Device, current_device
 from wide_jax import pruned
 from wide_jax.config import ModelConfig, WideConfig
@@ -78,6 +79,9 @@ def automatic_kernels(
         return EngineChoice(None, f"{device.kind} is not a CUDA device: plain JAX")
     if float(device.capability) < 8.0:
         reason = f"kernels need compute capability 8.0 or later, not {device.capability}"
+        return EngineChoice(None, f"{reason}: plain JAX")
+    if not triton_support.available():
+        reason = "jax-triton and triton are not installed (the `gpu` extra)"
         return EngineChoice(None, f"{reason}: plain JAX")
     if obstacle is not None:
         return EngineChoice(None, f"{obstacle}: plain JAX")

@@ -1,6 +1,7 @@
 """Inference through `pallas_kernels` equals plain JAX: same masks, same logits, same tokens."""
 
 import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax import lora
 from wide_jax.batch import TokenBatch
 from wide_jax.config import RopeConfig, WideConfig
-from wide_jax.engine import plan, use_kernels
+from wide_jax.engine import automatic_kernels, plan, use_kernels
 from wide_jax.generate import _decode_until, generate, prefill
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.routing import AllOn, Argmax, Forced, GumbelSoftmax, Masks
@@ -175,6 +176,18 @@ def test_auto_says_what_it_took_and_a_named_choice_is_refused_where_it_cannot_ru
         use_kernels(model, Kernels())
     with pytest.raises(ValueError, match=r"hint attention=1\.5 must be in"):
         SparsityHints(attention=1.5)
+
+
+def test_auto_takes_plain_jax_where_kernels_cannot_run(monkeypatch):
+    assert automatic_kernels(device=H200).kernels == Kernels()
+    old = dataclasses.replace(H200, capability="7.5")
+    assert "need compute capability 8.0" in automatic_kernels(device=old).reason
+    found = automatic_kernels("its weights lie on 2 devices", device=H200)
+    assert (found.kernels, found.reason) == (None, "its weights lie on 2 devices: plain JAX")
+    monkeypatch.setattr("pallas_kernels._common.triton_support.available", lambda: False)
+    found = automatic_kernels(device=H200)
+    assert found.kernels is None
+    assert "the `gpu` extra): plain JAX" in found.reason
 
 
 def test_plan_names_every_op_of_a_layer():
