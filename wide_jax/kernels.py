@@ -45,3 +45,8 @@ class Kernels:
     gemm_k: Implementation | None = None
     attention_prefill: AttentionImplementation | None = None
     attention_decode: AttentionImplementation | None = None
+
+    @property
+    def plain_products(self) -> bool:
+        """Whether every product is named as XLA's: a dense step then needs no layout at all."""
+        return {self.gemm_mn, self.swiglu_up, self.gemm_k} == {"dense"}

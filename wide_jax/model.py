@@ -258,7 +258,7 @@ class WideForCausalLM(nnx.Module):
         """Next-token logits of normed hidden states, in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         few = math.prod(hidden.shape[:-1]) <= pruned.FEW_TOKENS
-        if self.kernels is not None and few:
+        if self.kernels is not None and few and not self.kernels.plain_products:
             return pruned.whole_product(hidden, head.weight[...], self.kernels)
         return head.attend(hidden) if isinstance(head, Embedding) else head(hidden)
 

@@ -88,7 +88,7 @@ def decision(
     match routing:
         case AllOn():
             layout = None
-            if x.shape[0] * x.shape[1] <= FEW_TOKENS:
+            if x.shape[0] * x.shape[1] <= FEW_TOKENS and not kernels.plain_products:
                 layout = _layout(jnp.ones((*x.shape[:2], groups), bool), shared, 0.0, kernels)
             return Decision(norm(x), None, layout)
         case Forced(masks, ask_routers):

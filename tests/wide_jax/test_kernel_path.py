@@ -11,12 +11,13 @@ from flax import nnx
 
 from pallas_kernels._common.device import H200
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
-from wide_jax import lora
+from wide_jax import lora, pruned
 from wide_jax.batch import TokenBatch
 from wide_jax.config import RopeConfig, WideConfig
 from wide_jax.engine import automatic_kernels, plan, use_kernels
 from wide_jax.generate import _decode_until, generate, prefill
 from wide_jax.kernels import Kernels, SparsityHints
+from wide_jax.model import attention_inputs
 from wide_jax.routing import AllOn, Argmax, Forced, GumbelSoftmax, Masks
 
 PROMPTS = [[5, 9, 11], [3, 1, 4, 1, 5, 9, 2], [7] * 13]
@@ -260,3 +261,27 @@ def test_one_compiled_prefill_a_length_bucket_and_one_step():
     assert _decode_until._cache_size() - before[1] == 2  # a longer cache is another step
     generate(fast, [[5] * 11], max_new_tokens=16, stop_ids=())  # new tokens have buckets too
     assert prefill._cache_size() - before[0] == 2
+
+
+def test_a_dense_step_of_plain_products_builds_no_layout():
+    """What dense is compared with must not pay for masks that it has no use for."""
+    model = tiny_model()
+    layer = model.model.layers[0]
+    batch = TokenBatch.from_lengths(jnp.array([[3]]))
+    shared = attention_inputs(model.config, batch, None)
+
+    def layout(kernels):
+        return pruned.decision(
+            layer.input_layernorm,
+            None,
+            jnp.ones((1, 1, model.config.hidden_size)),
+            shared,
+            AllOn(),
+            kernels,
+            layer=0,
+            module="attention",
+            groups=2,
+        ).layout
+
+    assert layout(Kernels(gemm_mn="dense", swiglu_up="dense", gemm_k="dense")) is None
+    assert layout(Kernels()) is not None
