@@ -18,7 +18,7 @@ def quiet(tmp_path, monkeypatch):
 
 def test_calibrate_recover_export(model_folder, text_file, tmp_path, capsys):
     data = ["--data", str(text_file), "--updates", "2", "--sequences-per-update", "1"]
-    sizes = ["--sequence-length", "32", "--logits-chunk", "32"]
+    sizes = ["--sequence-length", "32", "--logits-chunk", "32", "--threshold-rows", "2"]
     first, second, target = tmp_path / "first", tmp_path / "second", tmp_path / "exported"
     model = ["--model", str(model_folder), "--ffn-group-size", "8"]
     code = main(["calibrate", *model, *data, *sizes, "--out", str(first)])
