@@ -112,9 +112,7 @@ def problems(config: TuneConfig) -> list[Case]:
 def _dense_entry(case: Case, sparsity: float) -> tuned.Entry:
     """The table entry of a problem as if dense won: its key, and what a winner replaces."""
     f = case.facts
-    return tuned.Entry(
-        f.op, f.dtype, f.m, f.n, f.k, f.group, sparsity, "dense", None, head_dim=f.head_dim
-    )
+    return tuned.Entry(f.op, f.dtype, f.m, f.n, f.k, f.group, sparsity, "dense", None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,14 +60,13 @@ def explain(
     group: int,
     dtype: str = "bfloat16",
     expected_sparsity: float | None = None,
-    head_dim: int = 0,
     device: Device | None = None,
 ) -> Choice:
     """What `implementation=None` runs for `x[m, k]`, `w[n, k]` in groups of `group` channels.
 
     Raises `ValueError` on an unknown op.
     """
-    return choose(Problem(op, m, n, k, group, dtype, expected_sparsity, head_dim), device)
+    return choose(Problem(op, m, n, k, group, dtype, expected_sparsity), device)
 
 
 def choose(problem: Problem, device: Device | None = None) -> Choice:
@@ -149,7 +148,7 @@ def _nearest(
     candidates = [
         entry
         for entry in table.entries
-        if (entry.op, entry.head_dim) == (problem.op, problem.head_dim)
+        if entry.op == problem.op
         and _same_width(entry.dtype, problem.dtype)
         and (entry.m <= SMALL_TOKENS) == problem.small
         and accept(entry)

@@ -17,8 +17,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "dense", "pallas", "
 class Problem:
     """The static facts of one call: `x[m, k]` times `w[n, k]` in groups of `group` channels.
 
-    The op says which axis its groups divide. Attention reads m as query tokens, n as query heads
-    x head size, k as keys, and `head_dim` as the head size; products leave `head_dim` at 0.
+    The op says which axis its groups divide.
     """
 
     op: str
@@ -28,7 +27,6 @@ class Problem:
     group: int
     dtype: str
     expected_sparsity: float | None = None
-    head_dim: int = 0
 
     @classmethod
     def of(

@@ -34,13 +34,11 @@ class Entry:
     config: Config | None
     ms: float | None = None
     dense_ms: float | None = None
-    head_dim: int = 0  # attention's head size; 0 for products
 
     @property
     def key(self) -> tuple:
         """What identifies the problem (not its winner)."""
-        shape = (self.m, self.n, self.k, self.group)
-        return (self.op, self.dtype, *shape, self.sparsity, self.head_dim)
+        return (self.op, self.dtype, self.m, self.n, self.k, self.group, self.sparsity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +57,7 @@ class Table:
         entries = []
         for entry in sorted(self.entries, key=lambda e: e.key):
             config = None if entry.config is None else to_json(entry.config)
-            fields = {**dataclasses.asdict(entry), "config": config}
-            if not entry.head_dim:
-                del fields["head_dim"]
-            entries.append(fields)
+            entries.append({**dataclasses.asdict(entry), "config": config})
         return {
             "device_kind": self.device_kind,
             "capability": self.capability,
