@@ -26,6 +26,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
+from pallas_kernels.dispatch import SMALL_TOKENS
 from pallas_kernels.project_qkv import project_qkv
 from pallas_kernels.rope_cache import rope_cache
 from wide_jax.attention import Attention, AttentionInputs
@@ -37,7 +38,7 @@ from wide_jax.mlp import MLP
 from wide_jax.router import Router, required
 from wide_jax.routing import AllOn, Argmax, Forced, Module, Routing
 
-FEW_TOKENS = 64  # up to here the ops read each weight once, and even a dense step gains by them
+FEW_TOKENS = SMALL_TOKENS  # up to here the ops read each weight once: even a dense step gains
 DENSE_FFN_GROUP = 128
 
 

@@ -3,19 +3,19 @@
 import dataclasses
 from typing import Any, Literal
 
+from pallas_kernels._common.forms import (
+    check_positive,
+    check_powers_of_two,
+    form_from_json,
+    form_to_json,
+)
+
 AttentionImplementation = Literal["reference", "dense", "triton", "mosaic"]
 
 
 def head_block(d: int) -> int:
     """Columns of a tile that holds heads of size d: a power of two."""
     return max(16, 1 << (d - 1).bit_length())
-
-
-def _check_powers(config: Any, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{field}={value} must be a power of two")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,8 @@ class FlashConfig:
     num_stages: int
 
     def __post_init__(self):
-        _check_powers(self, "block_m", "block_n", "num_warps")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+        check_powers_of_two(self, "block_m", "block_n", "num_warps")
+        check_positive(self, "num_stages")
 
     def shared_memory_bytes(self, d: int, itemsize: int, capability: str) -> int:
         """Model of the shared memory of one thread block, bytes: q, and the buffers of k and v.
@@ -78,11 +77,10 @@ class DecodeConfig:
     num_stages: int
 
     def __post_init__(self):
-        _check_powers(self, "split", "block_n", "num_warps")
+        check_powers_of_two(self, "split", "block_n", "num_warps")
         if self.split < self.block_n:
             raise ValueError(f"split={self.split} must be at least block_n={self.block_n}")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+        check_positive(self, "num_stages")
 
     def shared_memory_bytes(self, d: int, itemsize: int, capability: str) -> int:
         """Model of the shared memory of one thread block, bytes: q, and the buffers of k and v.
@@ -104,17 +102,9 @@ FORMS: dict[str, type[FlashConfig] | type[MosaicConfig] | type[DecodeConfig]] = 
 
 def to_json(config: AttentionConfig) -> dict[str, Any]:
     """The JSON object of a config; `from_json` reads it back."""
-    form = next(name for name, cls in FORMS.items() if isinstance(config, cls))
-    return {"form": form, **dataclasses.asdict(config)}
+    return form_to_json(config, FORMS)
 
 
 def from_json(data: dict[str, Any]) -> AttentionConfig:
     """A config from its JSON object. Raises `ValueError` on an unknown form or field."""
-    fields = dict(data)
-    form = fields.pop("form", None)
-    if form not in FORMS:
-        raise ValueError(f"unknown config form {form!r}; known: {sorted(FORMS)}")
-    try:
-        return FORMS[form](**fields)
-    except TypeError as error:
-        raise ValueError(f"config {data} does not fit {FORMS[form].__name__}: {error}") from error
+    return form_from_json(data, FORMS)

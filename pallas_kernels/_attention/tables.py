@@ -7,9 +7,6 @@ on its device says so and names the model it was derived from.
 import dataclasses
 import functools
 import json
-import os
-import pathlib
-from importlib import resources
 from typing import Any
 
 from pallas_kernels._attention.config import (
@@ -18,8 +15,9 @@ from pallas_kernels._attention.config import (
     from_json,
     to_json,
 )
-from pallas_kernels._common.device import TABLE_FOR_CAPABILITY, Device
-from pallas_kernels._common.tuned import USER_TABLES, file_name
+from pallas_kernels._common.device import Device
+from pallas_kernels._common.tuned import find_text, own_or_borrowed
+from pallas_kernels._common.tuned import write as write
 
 PREFIX = "attention_"  # of a file in the user's folder, beside the products' table
 
@@ -83,31 +81,13 @@ def read(text: str) -> AttentionTable:
     return AttentionTable(entries=tuple(entries), **data)
 
 
-def write(table: AttentionTable, path: pathlib.Path) -> None:
-    """Write the table, one entry a line, replacing the file in one step."""
-    data = table.to_json()
-    lines = ",\n".join("  " + json.dumps(entry) for entry in data.pop("entries"))
-    head = json.dumps(data, indent=1)[:-2]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(f'{head},\n "entries": [\n{lines}\n ]\n}}\n')
-    temporary.replace(path)
-
-
 @functools.cache
 def load(device_kind: str) -> AttentionTable | None:
     """The table of a device kind: the user's own, else the package's, else None."""
-    name = file_name(device_kind)
-    user = os.environ.get(USER_TABLES)
-    if user and (path := pathlib.Path(user) / (PREFIX + name)).is_file():
-        return read(path.read_text())
-    resource = resources.files("pallas_kernels._attention.tuned") / name
-    return read(resource.read_text()) if resource.is_file() else None
+    text = find_text(device_kind, "pallas_kernels._attention.tuned", PREFIX)
+    return None if text is None else read(text)
 
 
 def table_for(device: Device) -> tuple[AttentionTable, bool] | None:
-    """The table to use for a device, and whether it is that very device kind's own."""
-    if (own := load(device.kind)) is not None:
-        return own, True
-    borrowed = TABLE_FOR_CAPABILITY.get(device.capability or "")
-    table = None if borrowed is None else load(borrowed)
-    return None if table is None else (table, False)
+    """The table to use for a device: see `own_or_borrowed`."""
+    return own_or_borrowed(device, load)

@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Any, Literal
 
+from pallas_kernels._common.forms import (
+    check_positive,
+    check_powers_of_two,
+    form_from_json,
+    form_to_json,
+)
+
 Implementation = Literal["reference", "dense", "pallas", "triton"]
-
-
-def _power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
 
 
 def _buffers(num_stages: int, capability: str) -> int:
@@ -38,12 +41,8 @@ class TileConfig:
     halves: bool = False
 
     def __post_init__(self):
-        for field in ("block_m", "block_n", "block_k", "num_warps"):
-            if not _power_of_two(getattr(self, field)):
-                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
-        for field in ("num_stages", "band"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        check_powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
+        check_positive(self, "num_stages", "band")
         if self.halves and self.share_zeros:
             raise ValueError("halves need share_zeros=False: a half tile clears no other tile")
 
@@ -81,12 +80,8 @@ class PersistentConfig:
     compact: bool
 
     def __post_init__(self):
-        for field in ("block_m", "block_n", "block_k", "num_warps"):
-            if not _power_of_two(getattr(self, field)):
-                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
-        for field in ("band", "programs"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        check_powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
+        check_positive(self, "band", "programs")
         if self.num_stages < 2:
             raise ValueError(f"num_stages={self.num_stages} must be at least 2: loads run ahead")
         if self.block_m != 16 * self.num_warps:
@@ -119,12 +114,8 @@ class SmallConfig:
     splits: int = 1
 
     def __post_init__(self):
-        for field in ("block_n", "block_k", "num_warps"):
-            if not _power_of_two(getattr(self, field)):
-                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
-        for field in ("num_stages", "splits"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        check_powers_of_two(self, "block_n", "block_k", "num_warps")
+        check_positive(self, "num_stages", "splits")
 
     def shared_memory_bytes(
         self, itemsize: int, matrices: int, capability: str, tokens: int
@@ -158,12 +149,8 @@ class KTileConfig:
     band: int = 8
 
     def __post_init__(self):
-        for field in ("block_n", "block_k", "num_warps"):
-            if not _power_of_two(getattr(self, field)):
-                raise ValueError(f"{field}={getattr(self, field)} must be a power of two")
-        for field in ("num_stages", "column_tiles", "band"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        check_powers_of_two(self, "block_n", "block_k", "num_warps")
+        check_positive(self, "num_stages", "column_tiles", "band")
 
     def shared_memory_bytes(
         self, itemsize: int, matrices: int, capability: str, tokens: int
@@ -184,17 +171,9 @@ FORMS: dict[str, type[Config]] = {
 
 def to_json(config: Config) -> dict[str, Any]:
     """The JSON object of a config; `from_json` reads it back."""
-    form = next(name for name, cls in FORMS.items() if isinstance(config, cls))
-    return {"form": form, **dataclasses.asdict(config)}
+    return form_to_json(config, FORMS)
 
 
 def from_json(data: dict[str, Any]) -> Config:
     """A config from its JSON object. Raises `ValueError` on an unknown form or field."""
-    fields = dict(data)
-    form = fields.pop("form", None)
-    if form not in FORMS:
-        raise ValueError(f"unknown config form {form!r}; known: {sorted(FORMS)}")
-    try:
-        return FORMS[form](**fields)
-    except TypeError as error:
-        raise ValueError(f"config {data} does not fit {FORMS[form].__name__}: {error}") from error
+    return form_from_json(data, FORMS)

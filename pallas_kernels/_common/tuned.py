@@ -9,8 +9,9 @@ import functools
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pallas_kernels._common.config import Config, Implementation, from_json, to_json
 from pallas_kernels._common.device import TABLE_FOR_CAPABILITY, Device
@@ -78,8 +79,17 @@ def read(text: str) -> Table:
     return Table(entries=tuple(entries), **data)
 
 
-def write(table: Table, path: pathlib.Path) -> None:
-    """Write the table, one entry a line, replacing the file in one step."""
+@runtime_checkable
+class Written(Protocol):
+    """A table that can be written: `to_json()["entries"]` is a list of objects."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The table's JSON object."""
+        ...
+
+
+def write(table: Written, path: pathlib.Path) -> None:
+    """Write a table, one entry a line, replacing the file in one step."""
     data = table.to_json()
     entries = data.pop("entries")
     head = json.dumps(data, indent=1)[:-2]
@@ -95,18 +105,22 @@ def file_name(device_kind: str) -> str:
     return device_kind.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
-@functools.cache
-def load(device_kind: str) -> Table | None:
-    """The table of a device kind: the user's own, else the package's, else None."""
+def find_text(device_kind: str, package: str, prefix: str = "") -> str | None:
+    """The JSON text of a device kind's table: the user's own, else the package's, else None.
+
+    `prefix` tells a kind of table from others in the user's folder.
+    """
     name = file_name(device_kind)
     user = os.environ.get(USER_TABLES)
-    if user and (path := pathlib.Path(user) / name).is_file():
-        return read(path.read_text())
-    resource = resources.files("pallas_kernels.tuned") / name
-    return read(resource.read_text()) if resource.is_file() else None
+    if user and (path := pathlib.Path(user) / (prefix + name)).is_file():
+        return path.read_text()
+    resource = resources.files(package) / name
+    return resource.read_text() if resource.is_file() else None
 
 
-def table_for(device: Device) -> tuple[Table, bool] | None:
+def own_or_borrowed[Found](
+    device: Device, load: Callable[[str], Found | None]
+) -> tuple[Found, bool] | None:
     """The table to use for a device, and whether it is that very device kind's own.
 
     A card without a table borrows that of its capability's measured or modelled class.
@@ -116,3 +130,15 @@ def table_for(device: Device) -> tuple[Table, bool] | None:
     borrowed = TABLE_FOR_CAPABILITY.get(device.capability or "")
     table = None if borrowed is None else load(borrowed)
     return None if table is None else (table, False)
+
+
+@functools.cache
+def load(device_kind: str) -> Table | None:
+    """The products' table of a device kind: the user's own, else the package's, else None."""
+    text = find_text(device_kind, "pallas_kernels.tuned")
+    return None if text is None else read(text)
+
+
+def table_for(device: Device) -> tuple[Table, bool] | None:
+    """The products' table to use for a device: see `own_or_borrowed`."""
+    return own_or_borrowed(device, load)

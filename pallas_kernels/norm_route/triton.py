@@ -24,9 +24,9 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.jit import jit
+from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels.norm_route.api import RouterWeights
 
-SMALL_TOKENS = 64
 MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
 BLOCK_G = 32
 NUM_WARPS = 4
