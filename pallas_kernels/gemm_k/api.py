@@ -11,7 +11,7 @@ from pallas_kernels._common.run import resolve
 from pallas_kernels.dispatch import Problem
 from pallas_kernels.gemm_k.facts import runs
 from pallas_kernels.layout import MaskLayout
-from pallas_kernels.layout.api import order_k_axis
+from pallas_kernels.layout.api import k_order_of
 
 
 def gemm_k(
@@ -64,20 +64,20 @@ def gemm_k(
     problem = Problem.of("gemm_k", h, w, group_size, layout.expected_sparsity)
     chosen, config = resolve(problem, implementation, config)
     if config is not None:
+        capability = current_device().capability
         if chosen == "pallas":
             from pallas_kernels._common import pallas_support
 
-            pallas_support.require_device("gemm_k", current_device().capability)
+            pallas_support.require_device("gemm_k", capability)
             from pallas_kernels.gemm_k.pallas import gemm_k as run_pallas
 
             if not isinstance(config, KTileConfig):
                 raise NotImplementedError(f"gemm_k: pallas has no form for {config}")
-            order = layout.k_order or order_k_axis(layout.mask, layout.count)
-            return run_pallas(h, w, order, bias, residual, group_size, config)
-        triton_support.require_device("gemm_k", current_device().capability)
+            return run_pallas(h, w, k_order_of(layout), bias, residual, group_size, config)
+        triton_support.require_device("gemm_k", capability)
         from pallas_kernels.gemm_k.triton import gemm_k as run_kernel
 
-        capability = current_device().capability or "9.0"  # an interpreter: it refuses by itself
+        capability = capability or "9.0"  # an interpreter: it refuses by itself
         fitting = isinstance(config, KTileConfig | SmallConfig)
         if not fitting or not runs(config, problem, capability):
             raise ValueError(f"gemm_k: {config=} cannot run {problem} on capability {capability}")

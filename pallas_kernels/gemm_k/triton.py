@@ -15,7 +15,7 @@ from pallas_kernels.gemm_k.small_kernel import k_small_kernel
 from pallas_kernels.gemm_k.sum_kernel import k_sum_kernel
 from pallas_kernels.gemm_k.tile_kernel import k_tile_kernel
 from pallas_kernels.layout import MaskLayout
-from pallas_kernels.layout.api import order_k_axis
+from pallas_kernels.layout.api import k_order_of
 from pallas_kernels.layout.k_axis import TILE, KOrder
 
 
@@ -31,7 +31,7 @@ def gemm_k(
     """See `reference.gemm_k`."""
     if isinstance(config, SmallConfig):
         return _small(h, w, layout, bias, residual, group_size, config)
-    order = layout.k_order or order_k_axis(layout.mask, layout.count)
+    order = k_order_of(layout)
     arrays, scalars, out, constants, grid = tile_arguments(
         h, w, order, bias, residual, group_size, config
     )
@@ -64,7 +64,7 @@ def _sum(
     block_m = 2048 // columns
     (y,) = triton_support.launch(
         k_sum_kernel,
-        [partial, scale, layout.mask, *(partial if x is None else x for x in (bias, residual))],
+        [partial, scale, layout.mask, _given(bias, partial), _given(residual, partial)],
         [m],
         [jax.ShapeDtypeStruct((m, n), dtype)],
         grid=math.ceil(m / block_m) * math.ceil(n / columns),
@@ -171,6 +171,6 @@ def _small(
     return y
 
 
-def _given(operand: jax.Array | None, h: jax.Array) -> jax.Array:
+def _given(operand: jax.Array | None, instead: jax.Array) -> jax.Array:
     """An operand that is not read still takes its place in the kernel's signature."""
-    return h if operand is None else operand
+    return instead if operand is None else operand

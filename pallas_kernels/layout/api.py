@@ -144,6 +144,11 @@ def order_k_axis(
     return make_k_order(mask, count, size)
 
 
+def k_order_of(layout: MaskLayout) -> KOrder:
+    """The layout's K order; made now where `mask_layout` was not asked for it."""
+    return layout.k_order or order_k_axis(layout.mask, layout.count)
+
+
 # The Triton kernels keep the counts of all blocks of 256 tokens in registers.
 TRITON_TOKENS = 512 * 256
 
