@@ -10,13 +10,11 @@ the plain argmax, and the files keep their format.
 import dataclasses
 from collections.abc import Callable, Mapping
 
-import jax.numpy as jnp
-
 from train.budget import targets
 from train.config import TrainConfig
 from train.data import Rows
 from train.parts import Params
-from wide_jax.dial import Goal, meet
+from wide_jax.dial import Goal, meet, shifted
 from wide_jax.routing import Module
 
 Skipped = Callable[[Params], Mapping[str, float]]
@@ -67,17 +65,6 @@ def meet_target(trainable: Params, config: TrainConfig, skipped: Skipped) -> tup
     """
     found = meet(_goals(config), lambda biases: skipped(shifted(trainable, biases)))
     return shifted(trainable, found.biases), Shift(found.biases, found.before, found.after)
-
-
-def shifted(trainable: Params, biases: Mapping[Module, float]) -> Params:
-    """The trainables with `biases` added to the execute logits (class 0) of each module."""
-    moved = dict(trainable)
-    for name, value in trainable.items():
-        for module, bias in biases.items():
-            if name.endswith(f".router_{module}.router.bias"):
-                execute = jnp.arange(value.shape[0]) % 2 == 0
-                moved[name] = value + jnp.where(execute, jnp.float32(bias), 0.0)
-    return moved
 
 
 def _goals(config: TrainConfig) -> tuple[Goal, ...]:

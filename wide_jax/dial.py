@@ -7,6 +7,9 @@ execute logit is the same as lowering the threshold by b: the more, the less is 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from wide_jax.routing import Module
 
 Biases = Mapping[Module, float]
@@ -56,6 +59,22 @@ def meet(goals: Sequence[Goal], skipped: Skipped) -> Met:
             if _distance(seen, goals) < _distance(after, goals):
                 best, after = biases, seen
     return Met(best, before, after)
+
+
+def shifted(
+    tensors: Mapping[str, Float[Array, "..."]], biases: Biases
+) -> dict[str, Float[Array, "..."]]:
+    """Tensors by Hugging Face name, with `biases` added to the execute logits (class 0).
+
+    Only the output biases of the modules' routers change; the others are the same arrays.
+    """
+    moved = dict(tensors)
+    for name, value in tensors.items():
+        for module, bias in biases.items():
+            if name.endswith(f".router_{module}.router.bias"):
+                execute = jnp.arange(value.shape[0]) % 2 == 0
+                moved[name] = value + jnp.where(execute, jnp.float32(bias), 0.0)
+    return moved
 
 
 def _search(

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from tests.train.tiny import tiny_config
-from train.threshold import SpreadRows, meet_target, shifted
+from train.threshold import SpreadRows, meet_target
+from wide_jax.dial import shifted
 
 ATTENTION = "model.layers.0.router_attention.router.bias"
 FFN = "model.layers.0.router_ffn.router.bias"

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 from flax import nnx
 from rich.console import Console
@@ -16,7 +15,8 @@ from eval.text import Text, read_text, tokenize
 from wide_jax.cli.demo_text import python_reference
 from wide_jax.cli.models import load_model
 from wide_jax.cli.start import Platform, start
-from wide_jax.dial import Goal, meet
+from wide_jax.dial import Goal, meet, shifted
+from wide_jax.hf.mapping import tensor_name
 from wide_jax.hf.wide_folder import is_wide_folder, load_wide_info, set_thresholds
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import RouterParam
@@ -139,14 +139,10 @@ def parse_targets(targets: tuple[str, ...], *, one_router: bool) -> list[Goal]:
 def with_biases(model: WideForCausalLM, biases: Mapping[Module, float]) -> WideForCausalLM:
     """The same model with `biases` added to every execute logit; no weight is copied."""
     graphdef, routers, rest = nnx.split(model, RouterParam, ...)
-    moved = []
-    for path, variable in nnx.to_flat_state(routers):
-        value = variable[...]
-        for module, bias in biases.items():
-            if path[-3:] == (f"router_{module}", "router", "bias"):
-                value = value + np.where(np.arange(value.shape[0]) % 2 == 0, np.float32(bias), 0)
-        moved.append((path, variable.replace(value)))
-    return nnx.merge(graphdef, nnx.from_flat_state(moved), rest)
+    variables = {tensor_name(path): (path, v) for path, v in nnx.to_flat_state(routers)}
+    moved = shifted({name: v[...] for name, (_, v) in variables.items()}, biases)
+    flat = [(path, v.replace(moved[name])) for name, (path, v) in variables.items()]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat), rest)
 
 
 def _tried(biases: Mapping[Module, float], result: PerplexityResult) -> str:
