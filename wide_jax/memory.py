@@ -1,8 +1,11 @@
 """What a generation will need on the device, before anything is allocated."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 
 GIB = 2**30
 
@@ -45,26 +48,22 @@ def estimate_memory(
 
     `element_bytes` is the size of a weight, an activation and a cached element.
     """
-    hidden, channels, layers = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-    )
+    layers = config.num_hidden_layers
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    tables = 1 if config.tie_word_embeddings else 2
-    weights = layers * hidden * (2 * queries + 2 * keys + 3 * channels)
-    weights += tables * config.vocab_size * hidden + (2 * layers + 1) * hidden
     routers = masks = 0
     if wide is not None:
         groups = wide.attn_groups(config) + wide.ffn_groups(config)
-        rank = wide.router_rank
-        routers = 4 * layers * 2 * (rank * (hidden + 1) + groups * (rank + 1))
+        routers = 4 * _elements(expected_router_tensors(config, wide))
         masks = layers * batch * piece * groups
-    width = 4 * hidden + 2 * channels + 2 * queries + 2 * keys
+    width = 4 * config.hidden_size + 2 * config.intermediate_size + 2 * queries + 2 * keys
     return MemoryEstimate(
-        weights=element_bytes * weights,
+        weights=element_bytes * _elements(expected_tensors(config)),
         routers=routers,
         cache=element_bytes * 2 * layers * batch * capacity * keys,
         temporary=element_bytes * batch * piece * width + masks + 4 * batch * config.vocab_size,
     )
+
+
+def _elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
