@@ -78,6 +78,7 @@ def load_model(
             folder,
             dense=dense,
             dtype=None if dtype == "checkpoint" else dtype,
+            kernels=None,  # chosen below, to say what was chosen
             progress=advance_bytes(advance),
         )
     name = EMBEDDED_MODEL.name if model is None else model
