@@ -205,49 +205,36 @@ def _attention(
     kernels: Kernels,
 ) -> Float[Array, "B T Hq d"]:
     layout = None if decision.mask is None else decision.layout
-    if cache is None:
-        return attention_prefill(
-            q,
-            k,
-            v,
-            layout,
-            segment_ids=shared.segment_ids if shared.causal is None else None,
-            sliding_window=attention.window,
-            implementation=kernels.attention_prefill,
-        )
     new = (shared.segment_ids > 0).sum(axis=1, dtype=jnp.int32)
-    if shared.fresh:  # the cache held nothing: the new tokens see only each other
-        return attention_prefill(
-            q,
-            k,
-            v,
-            layout,
-            lengths=new,
-            sliding_window=attention.window,
-            implementation=kernels.attention_prefill,
-        )
-    assert shared.start is not None  # with a cache there is one
-    keys, values = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
-    if q.shape[1] == 1:
-        out = attention_decode(
-            q[:, 0],
-            keys,
-            values,
-            None if layout is None else layout.mask,
-            # A row without a new token reads nothing.
-            jnp.where(new > 0, shared.start + new, 0),
-            sliding_window=attention.window,
-            expected_sparsity=None if layout is None else layout.expected_sparsity,
-            implementation=kernels.attention_decode,
-        )
-        return out[:, None]
+    start = lengths = segment_ids = None
+    if cache is None:
+        segment_ids = shared.segment_ids if shared.causal is None else None
+    elif shared.fresh:  # the cache held nothing: the new tokens see only each other
+        lengths = new
+    else:
+        assert shared.start is not None  # with a cache there is one
+        start, lengths = shared.start, shared.start + new
+        k, v = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
+        if q.shape[1] == 1:
+            out = attention_decode(
+                q[:, 0],
+                k,
+                v,
+                None if layout is None else layout.mask,
+                jnp.where(new > 0, lengths, 0),  # a row without a new token reads nothing
+                sliding_window=attention.window,
+                expected_sparsity=None if layout is None else layout.expected_sparsity,
+                implementation=kernels.attention_decode,
+            )
+            return out[:, None]
     return attention_prefill(
         q,
-        keys,
-        values,
+        k,
+        v,
         layout,
-        start=shared.start,
-        lengths=shared.start + new,
+        start=start,
+        lengths=lengths,
+        segment_ids=segment_ids,
         sliding_window=attention.window,
         implementation=kernels.attention_prefill,
     )
