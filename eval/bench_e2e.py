@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from rich.table import Table
 from eval import records
 from eval.e2e_runs import (
     CompiledRun,
+    Phase,
     Profile,
     Variant,
     compile_all,
@@ -33,7 +34,6 @@ from eval.e2e_runs import (
     mask_usage,
     profile,
     random_model,
-    routed,
     run_decode,
     run_prefill,
 )
@@ -44,12 +44,12 @@ from wide_jax.accounting import (
     ideal_prefill_speedup,
 )
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.engine import split_on
 from wide_jax.kernels import Kernels
 from wide_jax.memory import estimate_memory
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced
 
-Phase = Literal["prefill", "decode"]
 ELEMENT_BYTES = 2  # bf16
 
 
@@ -250,31 +250,26 @@ def _phase(
     batch, tokens = ids.shape
     lengths = np.full(batch, tokens, np.int32)
     cache = empty_cache(model.config, batch, tokens + config.steps)
-    if phase == "decode":
+    if phase == "prefill":
+        function, first, last, calls = run_prefill, (ids, lengths), (), 1
+    else:
         cache = _filled(model, ids, lengths, cache)
-    token = jnp.zeros((batch,), jnp.int32)
-    states, routings, calls = [], [], []
+        token = jnp.zeros((batch,), jnp.int32)
+        function, first, last, calls = run_decode, (token,), (config.steps,), config.steps
+    states, wanted = [], []
     for variant in variants:
-        graphdef, state = routed(model, variant)
+        graphdef, state = split_on(model, variant.kernels)
         states.append(state)
-        if phase == "prefill":
-            routings.append(variant.routing)
-            arguments = (graphdef, state, ids, lengths, cache, variant.routing)
-            calls.append((run_prefill, arguments))
-        else:
-            routings.append(variant.step_routing)
-            arguments = (graphdef, state, token, cache, variant.step_routing, config.steps)
-            calls.append((run_decode, arguments))
-    runs = compile_all(calls, together=not config.compile_alone)
-    samples: list[list[float]] = [[] for _ in variants]
+        arguments = (graphdef, state, *first, cache, variant.asks(phase), *last)
+        wanted.append((function, arguments))
+    runs = compile_all(wanted, together=not config.compile_alone)
 
     def once(index: int, cache):
-        run, state, routing = runs[index], states[index], routings[index]
-        if phase == "prefill":
-            return run.call(state, ids, lengths, cache, routing)
-        return run.call(state, token, cache, routing)
+        routing = variants[index].asks(phase)
+        return runs[index].call(states[index], *first, cache, routing)
 
     used = [_used(model, variant, ids, lengths, cache, phase=phase) for variant in variants]
+    samples: list[list[float]] = [[] for _ in variants]
     spent, rounds = 0.0, 0
     while rounds <= max(3, config.rounds):  # the first round warms up
         if rounds > 3 and spent > config.seconds_per_cell:
@@ -285,9 +280,7 @@ def _phase(
             taken = time.perf_counter() - start
             spent += taken
             if rounds > 0:
-                samples[index].append(1e3 * taken / (1 if phase == "prefill" else config.steps))
-            if phase == "prefill":  # in place: the cache's own buffers, empty again
-                cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
+                samples[index].append(1e3 * taken / calls)
         rounds += 1
     profiles: list[Profile | None] = [None] * len(variants)
     if config.profile:
@@ -298,10 +291,8 @@ def _phase(
                 token, kept[0] = once(index, kept[0])
                 return token
 
-            profiles[index] = profile(call, 1 if phase == "prefill" else config.steps)
+            profiles[index] = profile(call, calls)
             cache = kept[0]
-            if phase == "prefill":
-                cache = dataclasses.replace(cache, lengths=jnp.zeros((batch,), jnp.int32))
     stats = jax.devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return [
@@ -323,17 +314,16 @@ def _phase(
 def _filled(model: WideForCausalLM, ids, lengths, cache):
     """The cache after a dense prefill."""
     variant = dense_variants()[0]
-    graphdef, state = routed(model, variant)
+    graphdef, state = split_on(model, variant.kernels)
     _, cache = run_prefill(graphdef, state, ids, lengths, cache, variant.routing)
-    return jax.block_until_ready(cache)
+    return jax.block_until_ready(dataclasses.replace(cache, lengths=jnp.asarray(lengths)))
 
 
 def _used(
     model: WideForCausalLM, variant: Variant, ids, lengths, cache, *, phase: Phase
 ) -> tuple[Usage, StepUsage] | None:
     """What the variant's masks skip; None: nothing is routed."""
-    routing = variant.routing if phase == "prefill" else variant.step_routing
-    match routing:
+    match variant.asks(phase):
         case Forced(masks):
             first = jnp.int32(1 if phase == "prefill" else ids.shape[1] + 1)
             return jax.device_get(mask_usage(masks, first, model.config))

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,15 @@ from wide_jax.accounting import StepUsage, Usage, step_usage, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.engine import split_on
 from wide_jax.generate import decode_step, prefill
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 from wide_jax.hf.pretrained import build
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Forced, Masks, Routing
+
+Phase = Literal["prefill", "decode"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Variant:
     sparsity: float | None  # the random masks' target; None: no hint
     mask: str  # none, random, trained
 
+    def asks(self, phase: Phase) -> Routing:
+        """How groups are chosen in a phase."""
+        return self.routing if phase == "prefill" else self.step_routing
+
 
 @dataclasses.dataclass(frozen=True)
 class CompiledRun:
@@ -51,9 +58,10 @@ class CompiledRun:
 
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
 def run_prefill(graphdef, state, ids, lengths, cache, routing):
-    """First tokens and the filled cache."""
-    logits, cache, _ = prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+    """First tokens, and the filled cache with its first lengths again."""
+    logits, after, _ = prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return token, dataclasses.replace(after, lengths=cache.lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "steps"), donate_argnames="cache")
@@ -134,20 +142,11 @@ def random_masks(
     )
 
 
-def routed(model: WideForCausalLM, variant: Variant) -> tuple[Any, Any]:
-    """`nnx.split` of the model as the variant runs it."""
-    own, model.kernels = model.kernels, variant.kernels
-    try:
-        return nnx.split(model)
-    finally:
-        model.kernels = own
-
-
 def decided_usage(
     model: WideForCausalLM, variant: Variant, ids, lengths, cache: KVCache, *, prompt: bool
 ) -> tuple[Usage, StepUsage]:
     """What the routers skip for a prompt, or for the step after it (`cache` then holds it)."""
-    graphdef, state = routed(model, variant)
+    graphdef, state = split_on(model, variant.kernels)
 
     @jax.jit
     def ask(state, ids, lengths, cache):

@@ -24,6 +24,7 @@ from eval.e2e_runs import random_model
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import WideConfig
+from wide_jax.engine import split_on
 from wide_jax.generate import decode_step, prefill
 from wide_jax.hf.mapping import is_router
 from wide_jax.hf.pretrained import build, tensors_of
@@ -89,11 +90,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
 def _run(
     model: WideForCausalLM, batch: TokenBatch, routing: Routing, kernels: Kernels | None
 ) -> tuple[Float[Array, "B T V"], Masks]:
-    model.kernels = kernels
-    try:
-        logits, masks = _forward(*nnx.split(model), batch, routing)
-    finally:
-        model.kernels = None
+    logits, masks = _forward(*split_on(model, kernels), batch, routing)
     return logits.astype(jnp.float32), masks
 
 
@@ -104,11 +101,7 @@ def _piecewise(
     batch, tokens = ids.shape
     half, steps = tokens // 2, min(STEPS, tokens // 4)
     cache = KVCache.empty(model.config, batch, tokens + 3, jnp.float32)  # no round number
-    model.kernels = kernels
-    try:
-        graphdef, state = nnx.split(model)
-    finally:
-        model.kernels = None
+    graphdef, state = split_on(model, kernels)
     logits = []
     for start, end in ((0, half), (half, tokens - steps)):
         lengths = jnp.full((batch,), end - start, jnp.int32)

@@ -52,6 +52,15 @@ def use_kernels(
     return choice
 
 
+def split_on(model: WideForCausalLM, kernels: Kernels | None) -> tuple[nnx.GraphDef, nnx.State]:
+    """`nnx.split` of the model as it runs on these kernels; the model itself keeps its own."""
+    own, model.kernels = model.kernels, kernels
+    try:
+        return nnx.split(model)
+    finally:
+        model.kernels = own
+
+
 def obstacle_to_kernels(model: WideForCausalLM) -> str | None:
     """Why a model cannot run through `pallas_kernels`, or None if it can."""
     state = nnx.state(model)

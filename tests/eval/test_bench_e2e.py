@@ -24,9 +24,10 @@ from eval.bench_e2e import (
     table,
 )
 from eval.e2e_plots import write_plots
-from eval.e2e_runs import dense_variants, part_of, random_model, routed
+from eval.e2e_runs import dense_variants, part_of, random_model
 from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
+from wide_jax.engine import split_on
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.shapes import shape
 
@@ -112,7 +113,7 @@ def test_a_variant_leaves_the_models_own_kernels_as_they_were():
     model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
     model.kernels = own = Kernels(SparsityHints(0.5, 0.25))
     for variant in dense_variants():
-        graphdef, state = routed(model, variant)
+        graphdef, state = split_on(model, variant.kernels)
         assert nnx.merge(graphdef, state).kernels == variant.kernels
         assert model.kernels == own
 
