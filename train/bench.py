@@ -8,6 +8,7 @@ record holds beside its common fields (`eval.records`).
 import dataclasses
 import functools
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable
@@ -83,6 +84,7 @@ class TrainTiming:
     mfu: float | None  # None: the device's peak is not known
     peak_gib: float | None  # of the first device, of the whole process; None: it does not say
     losses: tuple[float, ...]  # of every update, warm-up included
+    gradient_norms: tuple[float, ...]  # likewise, before clipping
 
 
 def prepare(
@@ -184,7 +186,7 @@ def measure(
         progress: called with updates done and in all.
     """
     config, mesh = prepared.config, prepared.mesh
-    times, losses = [], []
+    times, losses, norms = [], [], []
     with jax.set_mesh(mesh):
         for done in range(warm_up + updates):
             inputs = jax.block_until_ready(_inputs(prepared.model, config, mesh, state.update))
@@ -195,6 +197,7 @@ def measure(
             jax.block_until_ready((trainable, metrics))
             times.append(time.perf_counter() - started)
             losses.append(float(metrics.lm_loss))
+            norms.append(float(metrics.gradient_norm))
             state = TrainState(trainable, opt_state, state.update + 1)
             if progress is not None:
                 progress(done + 1, warm_up + updates)
@@ -211,6 +214,7 @@ def measure(
         mfu=None if peak is None else speed * needed / (peak * mesh.size),
         peak_gib=None if used is None else used / 2**30,
         losses=tuple(losses),
+        gradient_norms=tuple(norms),
     )
     return timing, state
 
@@ -234,6 +238,7 @@ def record_fields(prepared: PreparedStage, timing: TrainTiming, *, model: str) -
         "remat": config.remat,
         "attention": config.attention,
         "logits_chunk": config.logits_chunk,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "tokens_per_second": timing.tokens_per_second,
         "mfu": timing.mfu,
         "peak_gib": timing.peak_gib,
@@ -241,6 +246,7 @@ def record_fields(prepared: PreparedStage, timing: TrainTiming, *, model: str) -
         "compile_seconds": prepared.compile_seconds,
         "samples_ms": [1e3 * seconds for seconds in timing.seconds],
         "losses": list(timing.losses),
+        "gradient_norms": list(timing.gradient_norms),
     }
 
 

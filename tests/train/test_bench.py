@@ -27,12 +27,13 @@ def test_measuring_a_stage_gives_a_whole_record(stage):
     )  # fmt: skip
     assert state.update == 5
     assert len(timing.seconds) == 3
-    assert len(timing.losses) == 5
+    assert len(timing.losses) == len(timing.gradient_norms) == 5
     assert timing.tokens_per_second == pytest.approx(8 * 16 / sorted(timing.seconds)[1])
     assert (timing.mfu, seen[-1]) == (None, (5, 5))  # a CPU's peak is not known
     record = common_fields("train", command="test") | record_fields(prepared, timing, model="tiny")
     check_record(record, "test")
     assert set(COMMON) | set(FIELDS["train"]) <= set(record)
+    assert "--xla_force_host_platform_device_count" in record["xla_flags"]
     assert record["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     # The plan is the compiler's: it knows the weights, and a step needs more than nothing.
     local = sum(np.prod(x.sharding.shard_shape(x.shape)) * 4 for x in frozen.values())
