@@ -111,7 +111,8 @@ def make_k_order(
     rows = jnp.zeros((supers, tiles * TILE), jnp.int32)
     own = jnp.take_along_axis(own, order, axis=1)
     rows = rows.at[super_index, slot].set(order.astype(jnp.int32) | own << 24)
-    listed, length = group_list(node, by_count.astype(jnp.int32))
+    exists = groups - jnp.arange(supers)[:, None] * size  # of each super-group, `size` or fewer
+    listed, length = group_list(node, by_count.astype(jnp.int32), exists)
     described = jnp.stack([listed, length | own_rows << 8], axis=-1)
     tile = jnp.where(slot % TILE == 0, slot // TILE, tiles)  # others are dropped
     found = jnp.zeros((supers, tiles, 2), jnp.int32)
@@ -155,13 +156,18 @@ def follow(
 
 
 def group_list(
-    node: Int32[Array, "supers M"], by_count: Int32[Array, "supers bits"]
+    node: Int32[Array, "supers M"],
+    by_count: Int32[Array, "supers bits"],
+    exists: Int32[Array, "supers 1"],
 ) -> tuple[Int32[Array, "supers M"], Int32[Array, "supers M"]]:
-    """The groups of a node's bits, 4 bits each from the lowest bits; and how many they are."""
+    """The groups of a node's bits, 4 bits each from the lowest bits; and how many they are.
+
+    The last super-group may have fewer groups than bits: its `exists` lowest bits are groups.
+    """
     listed = jnp.zeros_like(node)
     length = jnp.zeros_like(node)
     for bit in range(by_count.shape[1]):
-        on = node >> bit & 1
+        on = jnp.where(bit < exists, node >> bit & 1, 0)
         listed = listed | on * (by_count[:, bit, None] << 4 * length)
         length = length + on
     return listed, length

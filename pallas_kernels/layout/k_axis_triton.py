@@ -165,8 +165,9 @@ def k_place_kernel(
     # The first row of a tile describes it.
     listed = tl.zeros((BLOCK_M,), tl.int32)
     length = tl.zeros((BLOCK_M,), tl.int32)
+    exists = GROUPS - first_group  # groups past the end have the highest bits
     for bit in tl.static_range(SIZE):
-        on = (node >> bit) & 1
+        on = tl.where(bit < exists, (node >> bit) & 1, 0)
         group = tl.sum(tl.where(bits == bit, one, 0), axis=0)
         listed |= on * (group << (4 * length))
         length += on

@@ -251,11 +251,13 @@ def test_a_layout_made_ahead_gives_the_same_bits():
 
 
 def test_case_E1_nothing_is_read_past_the_end():
-    """M=33, N=257, K=100 in groups of 48, and 97 tokens of the same; memory after them is NaN."""
-    for tokens in (33, 97):
-        shape = Shape(tokens, 257, 100, 48)
+    """N=257, K=100 in groups of 48; whole tiles, but a last super-group of 2 groups instead of 4.
+
+    Memory after the arrays is NaN.
+    """
+    for shape in (Shape(33, 257, 100, 48), Shape(97, 257, 100, 48), Shape(300, 128, 320, 32)):
         h, w, _, _ = operands(shape, "bfloat16")
-        larger = jnp.full((128, 100), jnp.nan, h.dtype).at[:tokens].set(h)[:tokens]
+        larger = jnp.full((400, shape.k), jnp.nan, h.dtype).at[: shape.m].set(h)[: shape.m]
         mask = half(shape)
         y = run(larger, w, None, None, mask, shape, "triton")
         expected = by_hand(h, w, None, None, mask, shape)
