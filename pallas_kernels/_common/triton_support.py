@@ -117,22 +117,26 @@ def launch(
                 num_warps=num_warps,
                 capability=capability or "9.0",
             )
+        updated = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in mutable]
         with warnings.catch_warnings():
             # Its successor, `jax.Ref` arguments, has no rule inside `custom_jvp` (jax 0.11.2).
             warnings.filterwarnings("ignore", message="input_output_aliases is deprecated")
-            return jax_triton.triton_call(
+            results = jax_triton.triton_call(
                 *mutable,
                 *arrays,
                 *scalars,
                 kernel=kernel,
-                out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in mutable] + list(out),
+                # Updated buffers last: the call hands the kernel inputs, then outputs from the
+                # first on, so an aliased one in front would take another output's parameter.
+                out_type=[*out, *updated],
                 grid=grid,
                 name=name,
                 num_warps=num_warps,
                 num_stages=num_stages,
-                input_output_aliases={i: i for i in range(len(mutable))},
+                input_output_aliases={i: len(out) + i for i in range(len(mutable))},
                 **constants,
             )
+        return [*results[len(out) :], *results[: len(out)]]
 
     return not_differentiable(run, name)(list(in_place), list(arrays))
 

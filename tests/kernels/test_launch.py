@@ -1,0 +1,46 @@
+"""`triton_support.launch`: what every Triton kernel relies on when it is called on a GPU."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels._common import triton_support
+from pallas_kernels._common.jit import jit
+
+
+@jit
+def _kernel(counter, x, y, z):
+    """Only its name is used here."""
+
+
+def test_updated_buffers_are_the_last_outputs_of_the_call(monkeypatch):
+    """The call gives a kernel its inputs and then its outputs from the first on: an aliased output
+    in front of the others would be written as if it were one of them (seen on a card)."""
+    calls = []
+
+    def triton_call(*arrays, out_type, input_output_aliases, **_):
+        calls.append((out_type, input_output_aliases))
+        return [jnp.full(o.shape, i, o.dtype) for i, o in enumerate(out_type)]
+
+    monkeypatch.setattr(
+        triton_support, "load", lambda: types.SimpleNamespace(triton_call=triton_call)
+    )
+    y, z = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    counter, first, second = triton_support.launch(
+        _kernel,
+        [jnp.ones(5)],
+        [],
+        [y, z],
+        grid=1,
+        constants={},
+        num_warps=4,
+        num_stages=1,
+        in_place=[jnp.zeros((1,), jnp.int32)],
+    )
+    (out_type, aliases) = calls[0]
+    assert [o.shape for o in out_type] == [(3,), (4,), (1,)]
+    assert aliases == {0: 2}
+    assert counter.dtype == jnp.int32 and np.array_equal(counter, [2])  # returned in front
+    assert np.array_equal(first, np.zeros(3)) and np.array_equal(second, np.ones(4))
