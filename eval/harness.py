@@ -30,6 +30,7 @@ from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Routing
 from wide_jax.sampling import Sampler
 
+KEPT_TOKENS = 4096  # of a task's own text
 MAX_GEN_TOKS = 256  # the wrapper's default for tasks that do not say
 
 
@@ -58,7 +59,8 @@ class WideLM(TemplateLM):
         routing: by default the routers' argmax, or everything on in a model without routers.
         name: of the model, in the harness's result files.
 
-    `store` holds the answers and what ran; give each task its own.
+    `store` holds the answers and what ran; give each task its own. `text` are the first ids that
+    were asked about since it was emptied, for whoever wants to run the same tokens again.
     """
 
     backend = "causal"
@@ -77,6 +79,7 @@ class WideLM(TemplateLM):
         self.settings = HarnessConfig() if config is None else config
         self.routing = default_routing(model) if routing is None else routing
         self.store = RequestStore(None, {})
+        self.text: list[int] = []
         limit = model.config.max_position_embeddings
         self.max_length = self.settings.max_length or limit
         if not 2 <= self.max_length <= limit:
@@ -177,6 +180,7 @@ class WideLM(TemplateLM):
                 repeats[job.key] += 1
                 job = dataclasses.replace(job, key=f"{job.key}-{repeats[job.key]}")
             jobs.append(job)
+            self._keep(job.prompt)
         answers = self.store.answers()
         todo: dict[str, _Generation] = {job.key: job for job in jobs if job.key not in answers}
         bar = self._bar(len(jobs), "generate_until", len(jobs) - len(todo))
@@ -191,6 +195,8 @@ class WideLM(TemplateLM):
         self, windows: Sequence[Window], kind: str, *, share: bool
     ) -> list[tuple[float, bool]]:
         """(log-likelihood of the scored targets, all of them greedy) of each window, in order."""
+        for window in windows:
+            self._keep(window.inputs)
         keys = [_window_key(kind, window) for window in windows]
         answers = self.store.answers()
         todo = {key: w for key, w in zip(keys, windows, strict=True) if key not in answers}
@@ -267,6 +273,9 @@ class WideLM(TemplateLM):
             for job, tokens in zip(batch, made.tokens, strict=True)
         }
         return Answered(answers, made.prefill, made.decode)
+
+    def _keep(self, ids: Sequence[int] | np.ndarray) -> None:
+        self.text += [int(i) for i in ids[: KEPT_TOKENS - len(self.text)]]
 
     def _bar(self, total: int, kind: str, done: int) -> tqdm:
         return tqdm(total=total, initial=done, desc=kind, disable=not self.settings.progress)

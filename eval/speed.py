@@ -1,121 +1,272 @@
-"""Measured and ideal speedup of a model at its own masks, against the same model with all on.
+"""Measured and ideal speedup of a model at its own masks, on the text that was evaluated.
 
-Ideal: the time if it fell as the work does, total included: FLOPs in prefill, bytes in decode
-(`wide_jax.accounting`).
-Measured on random ids in the shapes below; masks are the routers' for those ids, and the ideal is
-computed from the very same masks. The end-to-end benchmark is what to quote; this says, beside a
-quality figure, whether its sparsity pays on this device.
+A prefill of evaluated tokens and decode steps through those that follow them, one sequence at a
+time, against the same model with every group on: the faster of two ways, the model's own kernels
+and XLA's products with cuDNN's attention (float32: all of it XLA's). The ideal is the time if it
+fell as the work does (FLOPs in prefill, bytes in decode: `wide_jax.accounting`), from the very
+masks that were timed. The end-to-end benchmark is what to quote; this says, beside a quality
+figure, whether its sparsity pays on this device.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from eval.scoring import Ran, element_dtype, full_precision
-from wide_jax.accounting import ideal_prefill_speedup
+from eval.e2e_runs import CompiledRun, Phase, Variant, compile_all, dense_variants, run_prefill
+from eval.scoring import Ran, element_bytes, element_dtype, full_precision
+from wide_jax.accounting import StepUsage, ideal_decode_speedup, ideal_prefill_speedup
 from wide_jax.cache import KVCache
+from wide_jax.engine import split_on
 from wide_jax.generate import decode_step, prefill
 from wide_jax.model import WideForCausalLM
-from wide_jax.routing import AllOn, Routing
+from wide_jax.routing import AllOn, Argmax, Routing
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+SAMPLE_SECONDS = 0.02  # calls are repeated for at least so long: the host is then always ahead
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeedShape:
     """What is timed."""
 
-    batch: int = 1
     tokens: int = 2048
     steps: int = 16  # decode steps after the prompt
     repeats: int = 5
 
 
-def measure_speedup(
-    model: WideForCausalLM, *, routing: Routing, shape: SpeedShape | None = None
-) -> dict[str, Any]:
-    """Prefill and decode: `{"measured", "ideal", "dense_ms", "wide_ms", "samples_ms"}` each.
+@dataclasses.dataclass(frozen=True)
+class PhaseSpeed:
+    """One phase: of a prefill, or of one decode step."""
 
-    Times are medians of `repeats` runs after one that compiles. Prompts are cut to the model's
-    `max_position_embeddings`.
+    measured: float  # dense_ms / wide_ms
+    ideal: float
+    dense_ms: float  # of the faster way
+    dense: str  # which that was
+    wide_ms: float
+    samples_ms: dict[str, list[float]]
+    skipped: dict[str, float]  # the accounting of the masks that were timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Speedup:
+    """Both phases, and what was run."""
+
+    shape: SpeedShape
+    prefill: PhaseSpeed
+    decode: PhaseSpeed
+
+    def line(self) -> str:
+        """One line for people."""
+        phases = " | ".join(
+            f"{name} {phase.measured:.2f}x (ideal {phase.ideal:.2f}x; {phase.wide_ms:.3f} ms, "
+            f"{phase.dense} {phase.dense_ms:.3f})"
+            for name, phase in (("prefill", self.prefill), ("decode", self.decode))
+        )
+        shape = self.shape
+        return f"speedup on {shape.tokens:,} tokens and {shape.steps} steps: {phases}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure, as plain JSON types."""
+        return dataclasses.asdict(self)
+
+
+def worth_timing(routing: Routing) -> bool:
+    """On a GPU, with routers: elsewhere skipping saves no time."""
+    return jax.default_backend() == "gpu" and isinstance(routing, Argmax)
+
+
+def measure_speedup(
+    model: WideForCausalLM,
+    ids: Sequence[int] | np.ndarray,
+    *,
+    routing: Routing | None = None,
+    shape: SpeedShape | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Speedup:
+    """Time both phases, dense and pruned, in turns; times are medians.
+
+    Args:
+        model: with the kernels it infers on; its routers decide.
+        ids: `[N]` evaluated tokens: the prompt and the ones that follow. Fewer than
+            `tokens + steps` are repeated.
+        routing: how the pruned run chooses its groups, by default the routers' argmax.
+        shape: prompts are cut to the model's `max_position_embeddings`.
+        clock: seconds.
+
+    Raises:
+        ValueError: no ids.
     """
+    if len(ids) == 0:
+        raise ValueError("no token ids: a speedup is measured on the text that was evaluated")
     shape = SpeedShape() if shape is None else shape
+    routing = Argmax() if routing is None else routing
     room = model.config.max_position_embeddings - shape.steps
     shape = dataclasses.replace(shape, tokens=min(shape.tokens, room))
-    runs = {"dense": _time(model, AllOn(), shape), "wide": _time(model, routing, shape)}
-    result: dict[str, Any] = {"shape": dataclasses.asdict(shape)}
-    for phase in ("prefill", "decode"):
-        dense, wide = (statistics.median(runs[name][phase]) for name in ("dense", "wide"))
-        result[phase] = {
-            "measured": dense / wide,
-            "ideal": _ideal(model, phase, runs["wide"]["ran"][phase], shape.batch),
-            "dense_ms": dense,
-            "wide_ms": wide,
-            "samples_ms": {name: runs[name][phase] for name in runs},
+    text = np.resize(np.asarray(ids, np.int32), (1, shape.tokens + shape.steps))
+    with full_precision(model):
+        samples, ran = _run(model, contenders(model, routing), text, shape, clock)
+    phases = {name: _phase(model, name, samples[name], ran[name]) for name in PHASES}
+    return Speedup(shape, phases["prefill"], phases["decode"])
+
+
+def contenders(model: WideForCausalLM, routing: Routing) -> list[Variant]:
+    """The ways to run with everything on, and last the pruned one."""
+    every = AllOn()
+    found = [Variant("dense", model.kernels, every, every, None, "none")]
+    if model.kernels is not None:
+        if element_bytes(model) == 2:
+            found += [one for one in dense_variants() if one.name == "dense-xla"]
+        else:  # cuDNN's attention takes 16 bits only
+            found.append(Variant("dense-plain", None, every, every, None, "none"))
+    return [*found, Variant("wide", model.kernels, routing, routing, None, "trained")]
+
+
+def _phase(
+    model: WideForCausalLM, phase: Phase, samples: dict[str, list[float]], ran: Ran
+) -> PhaseSpeed:
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    wide = medians.pop("wide")
+    best = min(medians, key=lambda name: medians[name])
+    skipped, ideal = ran.accounting(model), 1.0
+    if ran.usage is not None and model.wide is not None:
+        if phase == "prefill":
+            ideal = ideal_prefill_speedup(ran.usage, model.config, model.wide, rows=1)
+        else:
+            size = element_bytes(model)
+            # One sequence: what a token skips, the step need not read.
+            steps = StepUsage(ran.usage.tokens, ran.usage.attention, ran.usage.ffn)
+            ideal = ideal_decode_speedup(
+                ran.usage, steps, model.config, model.wide, weight_bytes=size, kv_bytes=size
+            )
+    return PhaseSpeed(
+        measured=medians[best] / wide,
+        ideal=ideal,
+        dense_ms=medians[best],
+        dense=best,
+        wide_ms=wide,
+        samples_ms=samples,
+        skipped=skipped.summary(),
+    )
+
+
+def _run(
+    model: WideForCausalLM,
+    variants: Sequence[Variant],
+    text: np.ndarray,
+    shape: SpeedShape,
+    clock: Callable[[], float],
+) -> tuple[dict[Phase, dict[str, list[float]]], dict[Phase, Ran]]:
+    """Milliseconds of every variant by phase, and what the last variant's masks skipped."""
+    prompt, steps = jnp.asarray(text[:, : shape.tokens]), jnp.asarray(text[:, shape.tokens :])
+    lengths = np.full(1, shape.tokens, np.int32)
+    cache = KVCache.empty(model.config, 1, text.shape[1], element_dtype(model))
+    splits = [split_on(model, variant.kernels) for variant in variants]
+    prefills = [
+        (run_prefill, (graphdef, state, prompt, lengths, cache, variant.routing))
+        for (graphdef, state), variant in zip(splits, variants, strict=True)
+    ]
+    decodes = [
+        (_run_steps, (graphdef, state, steps, cache, variant.step_routing))
+        for (graphdef, state), variant in zip(splits, variants, strict=True)
+    ]
+    graphdef, state = splits[-1]
+    asked = (_ask, (graphdef, state, prompt, lengths, steps, cache, variants[-1].routing))
+    *compiled, ask = compile_all([*prefills, *decodes, asked], together=True)
+    used = jax.device_get(ask.call(state, prompt, lengths, steps, cache, variants[-1].routing))
+    ran: dict[Phase, Ran] = {
+        "prefill": Ran.of(np.ones_like(lengths), lengths, used[0]),
+        "decode": Ran.of(lengths + 1, lengths + shape.steps, used[1]),
+    }
+    samples: dict[Phase, dict[str, list[float]]] = {}
+    for phase, runs in (
+        ("prefill", compiled[: len(variants)]),
+        ("decode", compiled[len(variants) :]),
+    ):
+        first = (prompt, lengths) if phase == "prefill" else (steps,)
+        calls = [
+            functools.partial(_call, run, state, first, variant.asks(phase))
+            for run, (_, state), variant in zip(runs, splits, variants, strict=True)
+        ]
+        # Steps follow the prompt, whose cache the last prefill (the pruned one) left behind.
+        taken, cache = _in_turns(calls, cache, shape.repeats, clock)
+        cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
+        scale = 1e3 if phase == "prefill" else 1e3 / shape.steps
+        names = (variant.name for variant in variants)
+        samples[phase] = {
+            name: [scale * seconds for seconds in one]
+            for name, one in zip(names, taken, strict=True)
         }
-    return result
+    return samples, ran
 
 
-def _ideal(model: WideForCausalLM, phase: str, ran: Ran, rows: int) -> float:
-    if ran.usage is None or model.wide is None:
-        return 1.0
-    if phase == "prefill":
-        return ideal_prefill_speedup(ran.usage, model.config, model.wide, rows)
-    return 1 / (1 - ran.accounting(model).bytes_total)
+def _call(run: CompiledRun, state, first: tuple[Any, ...], routing: Routing, cache: KVCache):
+    return run.call(state, *first, cache, routing)
 
 
-def _time(model: WideForCausalLM, routing: Routing, shape: SpeedShape) -> dict[str, Any]:
-    """Samples in ms of a prefill and of one decode step (mean over `steps`), and what ran."""
-    graphdef, state = nnx.split(model)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, model.config.vocab_size, (shape.batch, shape.tokens)).astype(np.int32)
-    lengths = np.full(shape.batch, shape.tokens, np.int32)
-    active = jnp.ones(shape.batch, bool)
-    samples: dict[str, list[float]] = {"prefill": [], "decode": []}
-    ran = {"prefill": Ran(), "decode": Ran()}
-    for repeat in range(shape.repeats + 1):
-        cache = KVCache.empty(
-            model.config, shape.batch, shape.tokens + shape.steps, element_dtype(model)
-        )
+def _in_turns(
+    calls: Sequence[Callable[[KVCache], tuple[Any, KVCache]]],
+    cache: KVCache,
+    repeats: int,
+    clock: Callable[[], float],
+) -> tuple[list[list[float]], KVCache]:
+    """Seconds of each call, `repeats` samples in turns, and the cache as the last one left it.
+
+    A sample is the mean of several calls that follow each other without waiting.
+    """
+
+    def sample(call, count: int, cache: KVCache) -> tuple[float, KVCache]:
+        start = clock()
+        for _ in range(count):
+            _, cache = call(cache)
         jax.block_until_ready(cache)
+        return (clock() - start) / count, cache
 
-        def run_prefill(cache=cache):
-            return prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
-
-        with full_precision(model):
-            (logits, cache, used), spent = _timed(run_prefill)
-            ran["prefill"] = Ran.of(np.ones_like(lengths), lengths, used)
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-            def run_decode(token=token, cache=cache):
-                every = []
-                for _ in range(shape.steps):
-                    logits, cache, used = decode_step(
-                        graphdef, state, token, active, cache, routing
-                    )
-                    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-                    every.append(used)
-                return token, every
-
-            (_, every), decode_spent = _timed(run_decode)
-        total = None
-        for used in every:
-            if used is not None:
-                total = used.to_host() if total is None else total + used.to_host()
-        ran["decode"] = Ran.of(lengths + 1, lengths + shape.steps, total)
-        if repeat > 0:  # the first one compiles
-            samples["prefill"].append(spent)
-            samples["decode"].append(decode_spent / shape.steps)
-    return samples | {"ran": ran}
+    fastest = float("inf")
+    for _ in range(2):  # a first call also loads its program
+        for call in calls:
+            seconds, cache = sample(call, 1, cache)
+            fastest = min(fastest, seconds)
+    count = max(1, round(SAMPLE_SECONDS / max(fastest, 1e-9)))
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, mine in zip(calls, taken, strict=True):
+            seconds, cache = sample(call, count, cache)
+            mine.append(seconds)
+    return taken, cache
 
 
-def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result, ready, and the milliseconds it took."""
-    start = time.perf_counter()
-    result = jax.block_until_ready(work())
-    return result, 1e3 * (time.perf_counter() - start)
+@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+def _run_steps(graphdef, state, tokens, cache, routing):
+    """A decode step for each of `tokens[1, steps]`: the last drawn token, and the cache with its
+    first length again.
+    """
+    active = jnp.ones(1, bool)
+
+    def step(i, carried):
+        _, cache = carried
+        logits, cache, _ = decode_step(graphdef, state, tokens[:, i], active, cache, routing)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+    drawn, after = jax.lax.fori_loop(0, tokens.shape[1], step, (tokens[:, 0], cache))
+    return drawn, dataclasses.replace(after, lengths=cache.lengths)
+
+
+@functools.partial(jax.jit, static_argnames="graphdef")
+def _ask(graphdef, state, prompt, lengths, tokens, cache, routing):
+    """What the masks of the prompt and of the steps after it skip."""
+    _, cache, prefilled = prefill(graphdef, state, prompt, lengths, cache, routing, fresh=True)
+    active = jnp.ones(1, bool)
+
+    def step(cache, token):
+        _, cache, used = decode_step(graphdef, state, token, active, cache, routing)
+        return cache, used
+
+    _, each = jax.lax.scan(step, cache, tokens.T)
+    return prefilled, jax.tree.map(lambda x: x.sum(axis=0), each)

@@ -25,7 +25,7 @@ from eval import mbpp
 from eval.harness import WideLM
 from eval.records import append_record, commit, common_fields, eval_record
 from eval.scoring import element_dtype
-from eval.speed import measure_speedup
+from eval.speed import Speedup, measure_speedup, worth_timing
 from eval.store import RequestStore
 from wide_jax.accounting import Accounting
 from wide_jax.routing import Argmax
@@ -121,6 +121,7 @@ class TasksConfig:
         system: system prompt, with `chat`.
         samples: also write every document with its answers.
         seed: of few-shot sampling.
+        timing: on a GPU, also measure a routed model's speedup (`eval.speed`) for every task.
     """
 
     tasks: tuple[str, ...]
@@ -131,6 +132,7 @@ class TasksConfig:
     system: str | None = None
     samples: bool = False
     seed: int = 1234
+    timing: bool = True
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -151,7 +153,7 @@ class TaskResult:
     num_fewshot: int | None
     prefill: Accounting
     decode: Accounting | None  # None: nothing was generated
-    speedup: Mapping[str, Any] | None = None  # `eval.speed`, on a GPU
+    speedup: Speedup | None = None  # on a GPU
 
     def line(self) -> str:
         """One line for people; the accounting has its own."""
@@ -166,6 +168,7 @@ class TaskResult:
         return dataclasses.asdict(self) | {
             "prefill": self.prefill.to_json(),
             "decode": None if self.decode is None else self.decode.to_json(),
+            "speedup": None if self.speedup is None else self.speedup.to_json(),
         }
 
 
@@ -197,13 +200,12 @@ def run_tasks(
     with _quiet_harness(config):
         for task in config.tasks:
             path = None if out is None else out / f"requests-{task}.jsonl"
-            lm.store = RequestStore(path, _settings(lm, config, task, fingerprint))
+            lm.store, lm.text = RequestStore(path, _settings(lm, config, task, fingerprint)), []
             found = _evaluate(lm, task, config)
             result = _result(lm, task, found)
-            if _worth_timing(lm):
-                result = dataclasses.replace(
-                    result, speedup=measure_speedup(lm.model, routing=lm.routing)
-                )
+            if config.timing and worth_timing(lm.routing):
+                speedup = measure_speedup(lm.model, lm.text, routing=lm.routing)
+                result = dataclasses.replace(result, speedup=speedup)
             results.append(result)
             if out is not None:
                 for record in result_records(lm, result, fingerprint=fingerprint, recipe=recipe):
@@ -225,13 +227,6 @@ def run_tasks(
         report["config"]["data_dir"] = None if config.data_dir is None else config.data_dir.name
         (out / "tasks.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return results
-
-
-def _worth_timing(lm: WideLM) -> bool:
-    """On a GPU, with routers: elsewhere skipping saves no time."""
-    import jax
-
-    return jax.default_backend() == "gpu" and isinstance(lm.routing, Argmax)
 
 
 def task_spec(task: str, data_dir: Path | None) -> str | dict[str, Any]:
@@ -370,7 +365,7 @@ def result_records(
                 "attention": list(result.prefill.attention_layers),
                 "ffn": list(result.prefill.ffn_layers),
             },
-            speedup=None if result.speedup is None else dict(result.speedup),
+            speedup=None if result.speedup is None else result.speedup.to_json(),
         )
         for metric, value in result.metrics.items()
     ]

@@ -1,10 +1,12 @@
 """The task path, offline, from local files to results: tiny data, the harness's own definitions."""
 
+import dataclasses
 import gzip
 import json
 import math
 import random
 
+import jaxtyping
 import pytest
 
 from tests.eval.conftest import TINY, tiny_model
@@ -14,6 +16,7 @@ pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[e
 
 from eval.harness import HarnessConfig, WideLM
 from eval.records import read_records
+from eval.speed import SpeedShape, measure_speedup
 from eval.tasks import TasksConfig, run_tasks, task_spec
 
 WORDS = ["the", "a", "cat", "dog", "sun", "red", "sea", "old", "new", "big", "top", "hat"]
@@ -132,6 +135,40 @@ def test_a_task_offline_through_the_whole_path(model, tokenizer, data_dir, tmp_p
     assert report["results"] == json.loads(json.dumps([result.to_json()]))
     assert report["harness"]["lm_eval"]
     assert str(data_dir) not in (tmp_path / "eval.jsonl").read_text()
+
+
+def test_on_a_gpu_every_task_says_how_fast_its_own_tokens_run(
+    model, tokenizer, data_dir, tmp_path, monkeypatch
+):
+    timed = []
+
+    def measure(model, ids, *, routing):
+        timed.append(list(ids))
+        return measure_speedup(model, ids, routing=routing, shape=SpeedShape(32, 2, 1))
+
+    monkeypatch.setattr("eval.tasks.measure_speedup", measure)
+    monkeypatch.setattr("eval.tasks.worth_timing", lambda routing: True)
+    # Compiling ahead puts descriptions of arrays where run-time checks expect arrays.
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        tasks = TasksConfig(("wikitext", "mbpp_plus"), data_dir=data_dir)
+        found = run_tasks(lm_of(model, tokenizer), tasks, out=tmp_path)
+        untimed = dataclasses.replace(tasks, timing=False)
+        again = run_tasks(lm_of(model, tokenizer), untimed, out=tmp_path)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert all(r.speedup is not None for r in found)
+    assert all(r.speedup is None for r in again)
+    with gzip.open(data_dir / "wikitext2/wikitext2_raw_test.jsonl.gz", "rt") as stream:
+        words = json.loads(next(stream))["page"].split()
+    # After the token that a page starts with; the harness changes white space only.
+    assert tokenizer.decode(timed[0][1:]).split()[:40] == words[:40]
+    assert "square a number" in tokenizer.decode(timed[1])  # answers read from files are asked too
+    speedup = json.loads((tmp_path / "tasks.json").read_text())["results"][0]["speedup"]
+    assert speedup is None  # of the last run
+    records = [record for _, record in read_records(tmp_path / "eval.jsonl")]
+    assert records[0]["speedup"] == json.loads(json.dumps(found[0].speedup.to_json()))
+    assert 0 < records[0]["speedup"]["prefill"]["skipped"]["ffn"] < 1
 
 
 def test_nothing_depends_on_batch_size_and_a_cut_run_goes_on(

@@ -4,11 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 from rich.console import Console
 
-from eval.perplexity import PerplexityConfig, PerplexityResult, evaluate_perplexity
+from eval.perplexity import PerplexityConfig, PerplexityResult, cut, evaluate_perplexity
 from eval.records import append_record, commit, eval_record
+from eval.scoring import default_routing
+from eval.speed import Speedup, measure_speedup, worth_timing
 from eval.text import read_text, tokenize
 from eval.windows import WindowRule
 from wide_jax.cli.files import check_writable_file, write_json
@@ -38,6 +41,8 @@ class Args:
     """Tokens the model sees at once; windows do not overlap (the stride is the window)."""
     max_windows: int | None = None
     """Only the first so many windows."""
+    timing: bool = True
+    """On a GPU, also measure how much faster the routed model runs these tokens."""
     batch_size: int = 1
     """Windows at once; the figures do not depend on it."""
     dtype: DType = "checkpoint"
@@ -79,10 +84,16 @@ def main(args: Args) -> None:
             progress=lambda done, total, value: advance(done, total, f"perplexity {value:.2f}"),
         )
     report(console, result)
+    speedup = None
+    if args.timing and not args.dense and worth_timing(default_routing(model)):
+        ids = np.concatenate([window.inputs for window in cut(tokens, config)])
+        speedup = measure_speedup(model, ids)
+        console.print(speedup.line(), highlight=False, soft_wrap=True)
     if args.json is not None:
-        write_json(args.json, {"model": loaded.name, "data": str(args.data), **result.to_json()})
+        figures = result.to_json() | {"speedup": None if speedup is None else speedup.to_json()}
+        write_json(args.json, {"model": loaded.name, "data": str(args.data), **figures})
     if args.record is not None:
-        append_record(args.record, to_record(args, loaded, result))
+        append_record(args.record, to_record(args, loaded, result, speedup))
 
 
 def report(console: Console, result: PerplexityResult) -> None:
@@ -91,7 +102,9 @@ def report(console: Console, result: PerplexityResult) -> None:
     console.print(result.accounting.line(), highlight=False, soft_wrap=True)
 
 
-def to_record(args: Args, loaded: LoadedModel, result: PerplexityResult) -> dict[str, Any]:
+def to_record(
+    args: Args, loaded: LoadedModel, result: PerplexityResult, speedup: Speedup | None = None
+) -> dict[str, Any]:
     """The result as a record of the `eval` suite."""
     recipe: dict[str, Any] = {"method": "dense"} if args.dense else loaded.recipe()
     return eval_record(
@@ -107,6 +120,11 @@ def to_record(args: Args, loaded: LoadedModel, result: PerplexityResult) -> dict
         seed=recipe.get("seed"),
         updates=recipe.get("updates"),
         word_perplexity=result.word_perplexity,
+        layers={
+            "attention": list(result.accounting.attention_layers),
+            "ffn": list(result.accounting.ffn_layers),
+        },
+        speedup=None if speedup is None else speedup.to_json(),
     )
 
 

@@ -41,6 +41,8 @@ class Args:
     """Also write every document with its answers."""
     batch_size: int = 8
     """Rows at once; the figures do not depend on it."""
+    timing: bool = True
+    """On a GPU, also measure how much faster the routed model runs each task's tokens."""
     dtype: DType = "checkpoint"
     """Precision of weights and activations."""
     platform: Annotated[Platform, tyro.conf.arg(metavar="{auto,cpu,gpu}")] = "auto"
@@ -65,6 +67,7 @@ def main(args: Args) -> None:
         num_fewshot=args.num_fewshot,
         chat=args.chat,
         samples=args.samples,
+        timing=args.timing,
     )
     start(args.platform, console)
     loaded = load_model(console, args.model, dense=args.dense, dtype=args.dtype)
@@ -85,3 +88,5 @@ def main(args: Args) -> None:
         console.print(f"  prefill {result.prefill.line()}", highlight=False, soft_wrap=True)
         if result.decode is not None:
             console.print(f"  decode {result.decode.line()}", highlight=False, soft_wrap=True)
+        if result.speedup is not None:
+            console.print(f"  {result.speedup.line()}", highlight=False, soft_wrap=True)

@@ -3,10 +3,18 @@
 import importlib
 import json
 
+import numpy as np
 import pytest
 
+from eval.records import read_records
+from eval.speed import PhaseSpeed, SpeedShape, Speedup
+from eval.text import read_text, tokenize
+from eval.windows import disjoint_windows
 from wide_jax.cli.main import COMMANDS, main
-from wide_jax.hf.pretrained import from_pretrained
+from wide_jax.config import WideConfig
+from wide_jax.hf.config import read_config
+from wide_jax.hf.pretrained import from_pretrained, save_pretrained
+from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +89,43 @@ def test_eval_ppl_prints_units_and_accounting(model_folder, text_file, tmp_path,
     (line,) = records.read_text().splitlines()
     assert json.loads(line)["metric"] == "token_perplexity"
     assert json.loads(line)["recipe"]["rule"] == "rolling"
+
+
+def test_on_a_gpu_eval_ppl_adds_the_speedup_on_the_text_it_evaluated(
+    model_folder, text_file, tmp_path, monkeypatch, capsys
+):
+    wide = WideConfig.for_model(read_config(model_folder), ffn_group_size=8)
+    model = from_pretrained(model_folder, wide=wide, seed=3)
+    folder = save_pretrained(model, tmp_path / "wide", base=model_folder)
+    records = tmp_path / "eval.jsonl"
+    arguments = ["eval", "ppl", "--model", str(folder), "--data", str(text_file), "--window", "64"]
+    arguments += ["--record", str(records)]
+    timed = []
+
+    def measure(model, ids):
+        timed.append(np.asarray(ids))
+        phase = PhaseSpeed(1.5, 2.0, 3.0, "dense", 2.0, {}, {})
+        return Speedup(SpeedShape(), phase, phase)
+
+    monkeypatch.setattr("wide_jax.cli.eval_ppl.measure_speedup", measure)
+    assert main(arguments) == 0  # a CPU: nothing to gain
+    assert not timed
+    monkeypatch.setattr("eval.speed.jax.default_backend", lambda: "gpu")
+    assert main(arguments) == 0
+    assert "prefill 1.50x (ideal 2.00x; 2.000 ms, dense 3.000)" in capsys.readouterr().out
+    assert main([*arguments, "--no-timing"]) == 0
+    assert main([*arguments, "--dense"]) == 0
+    tokens = tokenize(
+        read_text(text_file), text_encoder(load_tokenizer(model_folder)), join=True
+    ).documents[0]
+    windows = disjoint_windows(tokens, 64)
+    assert [ids.tolist() for ids in timed] == [np.concatenate([w.inputs for w in windows]).tolist()]
+    found = [record for _, record in read_records(records)]
+    assert [r["speedup"] and r["speedup"]["decode"]["measured"] for r in found] == [
+        None, 1.5, None, None,
+    ]  # fmt: skip
+    assert [len(r["layers"]["ffn"]) for r in found] == [model.config.num_hidden_layers] * 4
+    assert any(found[0]["layers"]["ffn"])
 
 
 def test_generate_prints_text_and_respects_seeds(model_folder, tmp_path, capsys):
