@@ -1,20 +1,38 @@
 """One report from run folders (`wide report RUNS... --out DIR`): tables, figures, their sources.
 
-Reads the result records (`eval.records`) of every run and writes `report.md`, `report.html` and
-`figures/`: one SVG a figure, and beside it a JSON file with every point and the file and line of
-the record it came from. Nothing is measured or typed in here.
+Reads the result records (`eval.records`) and training metrics of every run and writes `report.md`,
+`report.html` and `figures/`: one SVG a figure, and beside it a JSON file with every point and the
+file and line it came from. Nothing is measured or typed in here.
 """
 
 import dataclasses
 import html
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.records import ACCOUNTING, FIELDS, check_record
+from eval.report_figures import (
+    Figure,
+    Point,
+    Series,
+    draw,
+    file_key,
+    series_from,
+    spans_decades,
+    unit_label,
+)
+from eval.report_runs import (
+    METRICS,
+    TrainingRun,
+    load_training_run,
+    training_figures,
+    training_rows,
+)
 
-LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
+LISTED = 200  # points of a figure up to which the page lists them; the JSON file has all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,69 +44,50 @@ class Sourced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """One point of a figure."""
-
-    x: int | float
-    y: int | float
-    source: str
-    error: float | None = None  # standard error of y
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """One line of a figure, in order of x."""
-
-    name: str
-    points: tuple[Point, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """What a figure shows; drawing it needs nothing else."""
-
-    key: str  # file name
-    title: str
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    log_x: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Runs:
-    """Records of all runs, and the JSON lines files that hold none."""
+    """Records and training metrics of all runs, and the JSON lines files that hold neither."""
 
     records: tuple[Sourced, ...]
+    trained: tuple[TrainingRun, ...]
     passed_over: tuple[str, ...]
 
 
 def load_runs(paths: Sequence[Path]) -> Runs:
     """Every record of the runs: a folder's `*.jsonl` files (not deeper), or single files.
 
-    Files whose first line has no `suite` (answers, samples, training metrics) are passed over and
-    listed.
+    A training run's folder also gives its metrics. Files whose first line has no `suite` (answers,
+    samples) are passed over and listed. A record that is met twice counts once.
 
     Raises:
         FileNotFoundError: no such run.
-        ValueError: a broken line in a file of records, or no records at all.
+        ValueError: a broken line in a file of records, or nothing to report.
     """
-    records: list[Sourced] = []
+    records: dict[str, Sourced] = {}
+    trained: list[TrainingRun] = []
     passed_over: list[str] = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no run at {path}")
+        run = load_training_run(path)
+        if run is not None:
+            trained.append(run)
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         for file in files:
+            if run is not None and file.name == METRICS:
+                continue
             name = f"{file.resolve().parent.name}/{file.name}"
             found = _records(file, name)
             if found is None:
                 passed_over.append(name)
-            else:
-                records += found
-    if not records:
-        raise ValueError(f"no result records in {', '.join(map(str, paths))}")
-    return Runs(tuple(records), tuple(passed_over))
+                continue
+            for one in found:
+                records.setdefault(json.dumps(one.record, sort_keys=True), one)
+    if not records and not trained:
+        raise ValueError(
+            f"nothing to report in {', '.join(map(str, paths))}: no result records (wide eval, "
+            "wide bench) and no training run"
+        )
+    return Runs(tuple(records.values()), tuple(trained), tuple(passed_over))
 
 
 def _records(file: Path, name: str) -> list[Sourced] | None:
@@ -123,37 +122,54 @@ def label(recipe: Mapping[str, Any], *, without: Iterable[str] = ()) -> str:
     if left.get("budget") is not None:
         parts.append(str(left["budget"]))
     if left.get("target") is not None:
-        parts.append(f"{100 * left['target']:g} %")
+        parts.append(_target(left["target"]))
     return ", ".join(parts)
 
 
-def figures(records: Sequence[Sourced]) -> list[Figure]:
-    """Every figure the records are enough for."""
+def _target(target: float | Mapping[str, float]) -> str:
+    """`25 %`, or `attention 25 %, ffn 40 %` where modules differ or only one has a target."""
+    if not isinstance(target, Mapping):
+        return f"{100 * target:g} %"
+    if len(target) > 1 and len(set(target.values())) == 1:
+        return _target(next(iter(target.values())))
+    return ", ".join(f"{module} {_target(value)}" for module, value in target.items())
+
+
+def figures(runs: Runs) -> list[Figure]:
+    """Every figure the runs are enough for."""
+    records, found = runs.records, []
     evals = [r for r in records if r.record["suite"] == "eval"]
-    found: list[Figure] = []
     for task, metric in dict.fromkeys((r.record["task"], r.record["metric"]) for r in evals):
         same = [r for r in evals if (r.record["task"], r.record["metric"]) == (task, metric)]
         found += [
-            _quality_sparsity(task, metric, same),
+            *_quality_sparsity(task, metric, same),
             *_group_sizes(task, metric, same),
             *_quality_speed(task, metric, same, records),
         ]
     found += _allocation(evals)
     found += _layer_errors([r for r in records if r.record["suite"] == "errors"])
-    return found
+    names = [label(run.recipe, without=["target"]) for run in runs.trained]
+    return found + training_figures(runs.trained, names)
 
 
-def _quality_sparsity(task: str, metric: str, records: Sequence[Sourced]) -> Figure:
-    return Figure(
-        key=_key("sparsity", task, metric),
-        title=f"{task}: quality and sparsity",
-        x_label="FLOPs skipped, of the routable ones",
-        y_label=_unit(metric),
-        series=_series(
-            (label(r.record["recipe"], without=["target"]), r.record["accounting"]["flops"], r)
-            for r in records
-        ),
+def _quality_sparsity(task: str, metric: str, records: Sequence[Sourced]) -> list[Figure]:
+    if len(records) < 2:
+        return []  # the table says it
+    series = _series(
+        (label(r.record["recipe"], without=["target"]), r.record["accounting"]["flops"], r)
+        for r in records
     )
+    return [
+        Figure(
+            key=file_key("sparsity", task, metric),
+            title=f"{task}, {metric}: quality and sparsity",
+            x_label="FLOPs skipped, of the routable ones",
+            y_label=unit_label(metric),
+            series=series,
+            log_y=spans_decades(metric, series),
+            percent_x=True,
+        )
+    ]
 
 
 def _group_sizes(task: str, metric: str, records: Sequence[Sourced]) -> list[Figure]:
@@ -165,14 +181,16 @@ def _group_sizes(task: str, metric: str, records: Sequence[Sourced]) -> list[Fig
     ]
     if len({x for _, x, _ in rows}) < 2:
         return []
+    series = _series(rows)
     return [
         Figure(
-            key=_key("groups", task, metric),
-            title=f"{task}: FFN group size",
+            key=file_key("groups", task, metric),
+            title=f"{task}, {metric}: FFN group size",
             x_label="FFN channels a group",
-            y_label=_unit(metric),
-            series=_series(rows),
+            y_label=unit_label(metric),
+            series=series,
             log_x=True,
+            log_y=spans_decades(metric, series),
         )
     ]
 
@@ -196,13 +214,15 @@ def _quality_speed(
                     point = Point(e.record["speedup"], value, f"{r.source} + {e.source}", error)
                     rows.append((f"{name}; {place}", point))
         if rows:
+            series = series_from(rows)
             found.append(
                 Figure(
-                    key=_key(f"speed-{phase}", task, metric),
-                    title=f"{task}: quality and measured {phase} speed",
+                    key=file_key(f"speed-{phase}", task, metric),
+                    title=f"{task}, {metric}: quality and measured {phase} speed",
                     x_label=f"measured {phase} speedup over the best dense",
-                    y_label=_unit(metric),
-                    series=_series_from(rows),
+                    y_label=unit_label(metric),
+                    series=series,
+                    log_y=spans_decades(metric, series),
                 )
             )
     return found
@@ -229,7 +249,10 @@ def _allocation(records: Sequence[Sourced]) -> list[Figure]:
                 series.append(Series(f"{name}: {module}", points))
     if not series:
         return []
-    return [Figure("allocation", "What each layer skips", "layer", "groups skipped", tuple(series))]
+    title = "What each layer skips"
+    return [
+        Figure("allocation", title, "layer", "groups skipped", tuple(series), percent_y=True),
+    ]
 
 
 def _layer_errors(records: Sequence[Sourced]) -> list[Figure]:
@@ -249,28 +272,9 @@ def _layer_errors(records: Sequence[Sourced]) -> list[Figure]:
 
 
 def _series(rows: Iterable[tuple[str, int | float, Sourced]]) -> tuple[Series, ...]:
-    return _series_from(
+    return series_from(
         (name, Point(x, r.record["value"], r.source, r.record["stderr"])) for name, x, r in rows
     )
-
-
-def _series_from(rows: Iterable[tuple[str, Point]]) -> tuple[Series, ...]:
-    lines: dict[str, list[Point]] = {}
-    for name, point in rows:
-        lines.setdefault(name, []).append(point)
-    return tuple(
-        Series(name, tuple(sorted(points, key=lambda p: p.x))) for name, points in lines.items()
-    )
-
-
-def _key(*parts: str) -> str:
-    joined = "-".join(parts)
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in joined)
-
-
-def _unit(metric: str) -> str:
-    lower = any(name in metric for name in LOWER_IS_BETTER)
-    return f"{metric} ({'lower' if lower else 'higher'} is better)"
 
 
 def eval_rows(records: Sequence[Sourced]) -> list[dict[str, str]]:
@@ -279,19 +283,44 @@ def eval_rows(records: Sequence[Sourced]) -> list[dict[str, str]]:
     for r in records:
         if r.record["suite"] != "eval":
             continue
-        record, error = r.record, r.record["stderr"]
-        value = f"{record['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+        record = r.record
         row = {
             "task": record["task"],
             "metric": record["metric"],
             "recipe": label(record["recipe"]),
             "seed": "" if record["seed"] is None else str(record["seed"]),
-            "value": value,
+            "value": with_error(record["value"], record["stderr"]),
             "n": f"{record['n']:,}",
         }
         row |= {name: f"{record['accounting'][name]:.1%}" for name in ACCOUNTING}
-        rows.append(row | {"model": _short(record["model"]), "source": r.source})
-    return rows
+        row |= _own_speedup(record)
+        row |= {"model": _model(record), "source": r.source}
+        rows.append(row)
+    empty = [
+        name for name in ("prefill", "decode") if not any(row[f"{name} speedup"] for row in rows)
+    ]
+    return [
+        {key: value for key, value in row.items() if key.removesuffix(" speedup") not in empty}
+        for row in rows
+    ]
+
+
+def with_error(value: float, error: float | None) -> str:
+    """`95.7 ± 11.6`: as many places as the error has two digits in."""
+    if error is None or not error > 0:
+        return f"{value:.4g}"
+    places = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{places}f} ± {error:,.{places}f}"
+
+
+def _own_speedup(record: Mapping[str, Any]) -> dict[str, str]:
+    """`1.23x (ideal 1.31x)` a phase, where it was measured with the quality."""
+    found = {}
+    for phase in ("prefill", "decode"):
+        own = (record.get("speedup") or {}).get(phase)
+        text = "" if own is None else f"{own['measured']:.2f}x (ideal {own['ideal']:.2f}x)"
+        found[f"{phase} speedup"] = text
+    return found
 
 
 def other_rows(records: Sequence[Sourced]) -> list[dict[str, str]]:
@@ -304,13 +333,17 @@ def other_rows(records: Sequence[Sourced]) -> list[dict[str, str]]:
         row = {name: str(r.record[name]) for name in names} | {"ms": f"{r.record['ms']:.4g}"}
         speedup = r.record.get("speedup")
         row["speedup"] = "" if speedup is None else f"{speedup:.2f}x"
-        rows.append(row | {"model": _short(row["model"]), "source": r.source})
+        rows.append(row | {"model": _model(r.record), "source": r.source})
     return rows
 
 
-def _short(model: str) -> str:
-    """A fingerprint's first digits; names as they are."""
-    return model[:19] if model.startswith("sha256:") else model
+def _model(record: Mapping[str, Any]) -> str:
+    """Its name if the record has one, with a fingerprint's first digits."""
+    model, name = record["model"], record.get("name")
+    short = model[:19] if model.startswith("sha256:") else model
+    if name is None or name == model:
+        return short
+    return f"{'/'.join(Path(name).parts[-2:])} ({short})"  # of a path its end
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
@@ -320,7 +353,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         FileNotFoundError, ValueError: see `load_runs`.
     """
     runs = load_runs(paths)
-    found = figures(runs.records)
+    found = figures(runs)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for figure in found:
         draw(figure, out / "figures" / f"{figure.key}.svg")
@@ -330,27 +363,6 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     path = out / "report.md"
     path.write_text(_markdown(runs, found), encoding="utf-8")
     return path
-
-
-def draw(figure: Figure, path: Path) -> None:
-    """Draw one figure as SVG; the same figure gives the same bytes. Needs the `eval` extra."""
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "wide-jax"}):
-        from matplotlib.figure import Figure as Canvas
-
-        canvas = Canvas(figsize=(7, 4.2), layout="constrained")
-        axes = canvas.subplots()
-        for series in figure.series:
-            x, y = [p.x for p in series.points], [p.y for p in series.points]
-            bars = [p.error or 0.0 for p in series.points]
-            axes.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=2, label=series.name)
-        if figure.log_x:
-            axes.set_xscale("log", base=2)
-        axes.set(title=figure.title, xlabel=figure.x_label, ylabel=figure.y_label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        canvas.savefig(path, metadata={"Date": None})
 
 
 def _environment(runs: Runs) -> list[str]:
@@ -367,7 +379,8 @@ def _environment(runs: Runs) -> list[str]:
 TITLE = "wide-jax report"
 ABOUT = (
     "Skipped amounts are fractions of what routing could skip, computed from the masks of the "
-    "tokens evaluated; `paper` is the unweighted mean of the attention and FFN rates. Every row "
+    "tokens evaluated; `paper` is the unweighted mean of the attention and FFN rates, `bytes` what "
+    "a decode step reads. G is the FFN group size in channels; ± is one standard error. Every row "
     "and point names the file and line of its record."
 )
 
@@ -380,7 +393,8 @@ def _markdown(runs: Runs, found: Sequence[Figure]) -> str:
     for figure in found:
         lines += [f"### {figure.title}", "", f"![{figure.title}](figures/{figure.key}.svg)", ""]
         lines += [f"Points and sources: [{figure.key}.json](figures/{figure.key}.json)", ""]
-    lines += ["## Measured on", "", *(f"- {line}" for line in _environment(runs)), ""]
+    if environment := _environment(runs):
+        lines += ["## Measured on", "", *(f"- {line}" for line in environment), ""]
     if runs.passed_over:
         lines += [f"Files without result records: {', '.join(runs.passed_over)}", ""]
     return "\n".join(lines)
@@ -395,7 +409,12 @@ def _markdown_table(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _tables(runs: Runs) -> list[tuple[str, list[dict[str, str]]]]:
-    tables = [("Quality", eval_rows(runs.records)), ("Speed", other_rows(runs.records))]
+    names = [label(run.recipe) for run in runs.trained]
+    tables = [
+        ("Quality", eval_rows(runs.records)),
+        ("Speed", other_rows(runs.records)),
+        ("Training, on held-out text", training_rows(runs.trained, names)),
+    ]
     return [(title, rows) for title, rows in tables if rows]
 
 
@@ -426,12 +445,15 @@ def _html(runs: Runs, found: Sequence[Figure]) -> str:
             for s in figure.series
             for p in s.points
         )
-        parts.append(
-            "<details><summary>points and sources</summary><table><tr><th>series</th><th>x</th>"
-            f"<th>y</th><th>record</th></tr>{sources}</table></details>"
-        )
+        parts.append(f"<p><a href='figures/{name}.json'>points and sources</a></p>")
+        if sum(len(s.points) for s in figure.series) <= LISTED:
+            parts[-1] = (
+                "<details><summary>points and sources</summary><table><tr><th>series</th>"
+                f"<th>x</th><th>y</th><th>record</th></tr>{sources}</table></details>"
+            )
     listed = "".join(f"<li>{html.escape(line)}</li>" for line in _environment(runs))
-    parts.append(f"<h2>Measured on</h2><ul>{listed}</ul>")
+    if listed:
+        parts.append(f"<h2>Measured on</h2><ul>{listed}</ul>")
     if runs.passed_over:
         names = html.escape(", ".join(runs.passed_over))
         parts.append(f"<p>Files without result records: {names}</p>")

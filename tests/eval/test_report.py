@@ -6,7 +6,8 @@ import re
 import pytest
 
 from eval.records import append_record, common_fields, eval_record
-from eval.report import figures, label, load_runs, write_report
+from eval.report import figures, label, load_runs, with_error, write_report
+from train.run_config import CalibrateConfig, dump
 
 
 def accounting(flops):
@@ -90,12 +91,11 @@ def runs(tmp_path):
 
 
 def test_figures_are_the_records(runs):
-    found = {figure.key: figure for figure in figures(load_runs(runs).records)}
+    found = {figure.key: figure for figure in figures(load_runs(runs))}
     assert set(found) == {
         "sparsity-wikitext-word_perplexity",
         "groups-wikitext-word_perplexity",
         "speed-decode-wikitext-word_perplexity",
-        "sparsity-arc_easy-acc",
         "speed-prefill-arc_easy-acc",
         "speed-decode-arc_easy-acc",
         "allocation",
@@ -137,7 +137,7 @@ def test_files_say_what_they_show(runs, tmp_path):
                 assert point["source"] in page
         assert f"figures/{figure}.svg" in page
     row = next(line for line in text.splitlines() if "run-a/eval.jsonl:1 " in line)
-    for cell in ("wikitext", "20 ± 0.5", "50.0%", "sha256:aaaaaaaaaaaa", "62"):
+    for cell in ("wikitext", "20.00 ± 0.50", "50.0%", "sha256:aaaaaaaaaaaa", "62"):
         assert cell in row
     assert "1.50x" in text
     assert "Files without result records: run-a/requests-arc_easy.jsonl" in text
@@ -145,6 +145,102 @@ def test_files_say_what_they_show(runs, tmp_path):
     before = {p.name: p.read_bytes() for p in (out / "figures").iterdir()}
     write_report(runs, out)
     assert {p.name: p.read_bytes() for p in (out / "figures").iterdir()} == before
+
+
+def test_a_speed_measured_with_the_quality_is_in_its_row(runs, tmp_path):
+    text = write_report(runs, tmp_path / "out").read_text()
+    row = next(line for line in text.splitlines() if "run-a/eval.jsonl:4 " in line)
+    assert "1.40x (ideal 1.70x)" in row
+    assert "prefill speedup" in text
+    assert "decode speedup" not in text  # none was measured
+
+
+def test_a_record_met_twice_counts_once(runs, tmp_path):
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes((runs[0] / "eval.jsonl").read_bytes())
+    once, twice = load_runs(runs), load_runs([*runs, copy])
+    assert twice.records == once.records
+
+
+def test_a_record_says_its_models_name_without_the_way_to_it(tmp_path):
+    append_record(tmp_path / "eval.jsonl", wide(1.0, 0.1, name="/home/me/runs/s1/model"))
+    text = write_report([tmp_path], tmp_path / "out").read_text()
+    assert "| s1/model (sha256:aaaaaaaaaaaa) |" in text
+
+
+def training_run(folder, *, updates=4, sparsity=0.25, loss=5.0):
+    """What `wide calibrate` leaves while it goes on (`tests/train/test_run.py` makes real ones)."""
+    config = CalibrateConfig(
+        sparsity=sparsity, updates=updates, sequences_per_update=2, sequence_length=8,
+        data=("train.txt",), evaluation_data=("some/where/held.txt",),
+    )  # fmt: skip
+    folder.mkdir()
+    dump(config, folder / "config.yaml")
+    skip = dict.fromkeys(("attention", "ffn", "paper", "parameters", "flops", "bytes"), sparsity)
+    lines = [
+        {"kind": "train", "update": u, "lm_loss": loss - u, "hard_skip": skip | {"ffn": u / 10}}
+        for u in range(updates)
+    ]
+    evaluated = {"update": updates - 1, "tokens": 1400, "skip": skip}
+    lines.append(evaluated | {"kind": "held_out", "token_perplexity": 99.0})
+    lines.append({"kind": "threshold", "update": updates - 1})
+    lines.append(evaluated | {"kind": "final", "token_perplexity": 1000 * sparsity})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_training_runs_are_reported_from_their_metrics(tmp_path):
+    runs = [training_run(tmp_path / "a"), training_run(tmp_path / "b", sparsity=0.5)]
+    found = {figure.key: figure for figure in figures(load_runs(runs))}
+    assert set(found) == {"held-out-held-txt", "training-loss", "training-skip"}
+    [quality] = found["held-out-held-txt"].series
+    assert quality.name == "wide, stage 1, G 128, separate"
+    assert [(p.x, p.y, p.source) for p in quality.points] == [
+        (0.25, 250.0, "a/metrics.jsonl:7"),  # after the cut was set, not before
+        (0.5, 500.0, "b/metrics.jsonl:7"),
+    ]
+    losses = {s.name: s.points for s in found["training-loss"].series}
+    assert [(p.x, p.y, p.source) for p in losses["a"]][1] == (1, 4.0, "a/metrics.jsonl:2")
+    rates = {s.name: [p.y for p in s.points] for s in found["training-skip"].series}
+    assert rates["b: ffn"] == [0.0, 0.1, 0.2, 0.3]
+    text = write_report(runs, tmp_path / "out").read_text()
+    row = next(line for line in text.splitlines() if "a/metrics.jsonl:7" in line)
+    for cell in ("a", "wide, stage 1, G 128, separate, 25 %", "64", "held.txt", "250", "25.0%"):
+        assert f" {cell} |" in row
+    assert "Measured on" not in text  # metrics do not say
+    assert "some/where" not in text
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "tr')  # as a kill leaves it, or a run that goes on
+    assert len(load_runs(runs).trained[0].lines) == 7
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as stream:
+        stream.write("\n")
+    with pytest.raises(ValueError, match=r"a/metrics\.jsonl:8: not a line of training metrics"):
+        load_runs(runs)
+
+
+def test_perplexities_of_different_magnitudes_get_a_logarithmic_axis(tmp_path):
+    for value in (20.0, 2000.0):
+        append_record(tmp_path / "eval.jsonl", wide(value, 0.5))
+        append_record(tmp_path / "eval.jsonl", wide(value / 1e4, 0.5, metric="acc", task="t"))
+    found = {figure.key: figure for figure in figures(load_runs([tmp_path]))}
+    assert found["sparsity-wikitext-word_perplexity"].log_y
+    assert not found["sparsity-t-acc"].log_y
+    write_report([tmp_path], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (95.736, 11.567, "96 ± 12"),
+        (103.96, 9.39, "104.0 ± 9.4"),
+        (2004.7, 215.6, "2,005 ± 216"),
+        (0.636, 0.0305, "0.636 ± 0.030"),
+        (21.7654, None, "21.77"),
+        (0.5, 0.0, "0.5"),
+    ],
+)
+def test_values_have_the_places_their_errors_allow(value, error, text):
+    assert with_error(value, error) == text
 
 
 def test_text_from_records_is_escaped(tmp_path):
@@ -157,7 +253,7 @@ def test_text_from_records_is_escaped(tmp_path):
 def test_broken_runs_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no run at .*absent"):
         load_runs([tmp_path / "absent"])
-    with pytest.raises(ValueError, match="no result records in"):
+    with pytest.raises(ValueError, match="nothing to report in"):
         load_runs([tmp_path])
     path = tmp_path / "eval.jsonl"
     append_record(path, wide(1.0, 0.1))
@@ -172,3 +268,8 @@ def test_labels():
     recipe = {"method": "wide", "stage": 2, "ffn_group": 64, "budget": "paper", "target": 0.25}
     assert label(recipe) == "wide, stage 2, G 64, paper, 25 %"
     assert label(recipe, without=["target", "ffn_group"]) == "wide, stage 2, paper"
+    # What a WIDE folder says: a target a module.
+    assert label(recipe | {"target": {"attention": 0.5, "ffn": 0.5}}).endswith("paper, 50 %")
+    apart = label(recipe | {"target": {"attention": 0.5, "ffn": 0.25}})
+    assert apart.endswith("paper, attention 50 %, ffn 25 %")
+    assert label(recipe | {"target": {"ffn": 0.25}}).endswith("paper, ffn 25 %")
