@@ -26,6 +26,7 @@ from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 from wide_jax.hf.pretrained import build
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
+from wide_jax.random_weights import random_weight
 from wide_jax.routing import AllOn, Forced, Masks, Routing
 
 Phase = Literal["prefill", "decode"]
@@ -107,23 +108,15 @@ def compile_all(
 def random_model(
     config: ModelConfig, wide: WideConfig, *, dtype: Any = jnp.bfloat16, seed: int = 0
 ) -> WideForCausalLM:
-    """Random weights of standard deviation 0.02, made array by array; router weights too."""
+    """Random weights (`wide_jax.random_weights`), made array by array; router weights too."""
     shapes = {**expected_tensors(config), **expected_router_tensors(config, wide)}
     key = jax.random.key(seed)
     routers = expected_router_tensors(config, wide)
     tensors = {}
     for number, (name, shape) in enumerate(shapes.items()):
         kind = jnp.float32 if name in routers else jnp.dtype(dtype)
-        if name.endswith("norm.weight"):
-            tensors[name] = jnp.ones(shape, kind)
-        else:
-            tensors[name] = _normal(jax.random.fold_in(key, number), shape, kind)
+        tensors[name] = random_weight(name, shape, kind, jax.random.fold_in(key, number))
     return build(config, wide, tensors, dtype=dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key, shape, dtype):
-    return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
 def random_masks(

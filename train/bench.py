@@ -32,6 +32,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam, RouterParam
 from wide_jax.partition import PARTITION
+from wide_jax.random_weights import random_weight
 
 DType = Literal["float32", "bfloat16"]
 
@@ -156,8 +157,8 @@ def prepare(
 def start(prepared: PreparedStage, *, frozen: Params | None = None) -> tuple[TrainState, Params]:
     """The state before update 0, and the frozen weights: drawn, or those of an earlier call.
 
-    Weights are normal with deviation 0.02, norms one, LoRA's second factor and biases zero; each
-    array is drawn where it belongs, by its name, so that any mesh and stage gets the same ones.
+    Each array is drawn where it belongs (`wide_jax.random_weights`), by its name, so that any mesh
+    and stage gets the same ones.
     """
     trainable = {name: _draw(name, like) for name, like in prepared.trainable.items()}
     if frozen is None:
@@ -281,20 +282,8 @@ def _memory(
 
 
 def _draw(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-    draw = jax.jit(_value, static_argnums=(1, 2, 3), out_shardings=like.sharding)
-    kind = "ones" if name.endswith("norm.weight") else "normal"
-    if name.endswith((".bias", ".lora_B")):
-        kind = "zeros"
     key = jax.random.key(zlib.crc32(name.encode()))  # one of its own for every name
-    return draw(key, like.shape, like.dtype, kind)
-
-
-def _value(
-    key: jax.Array, shape: tuple[int, ...], dtype: Any, kind: Literal["ones", "zeros", "normal"]
-) -> jax.Array:
-    if kind == "normal":
-        return 0.02 * jax.random.normal(key, shape, dtype)
-    return jnp.ones(shape, dtype) if kind == "ones" else jnp.zeros(shape, dtype)
+    return random_weight(name, like.shape, like.dtype, key, sharding=like.sharding)
 
 
 def _inputs(
