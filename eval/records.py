@@ -19,21 +19,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Suite = Literal["kernels", "e2e", "train", "eval", "errors", "parity", "engine"]
+Suite = Literal["kernels", "e2e", "train", "eval", "errors", "parity", "engine", "study"]
 
 COMMON = ("suite", "time", "commit", "command", "device", "device_count", "versions")
 ACCOUNTING = ("attention", "ffn", "paper", "parameters", "flops", "bytes")
+_EVAL = (
+    *("model", "task", "metric", "value", "stderr", "n", "accounting", "recipe", "seed"),
+    "updates",
+)
 # `kernels` and `e2e` also take further fields; these are what their plots cannot do without.
 FIELDS: Mapping[Suite, tuple[str, ...]] = {
     "kernels": ("op", "case", "shape", "dtype", "sparsity", "mask", "implementation", "ms"),
     "e2e": ("model", "phase", "batch", "tokens", "sparsity", "mask", "variant", "ms"),
     "train": ("model", "stage", "mesh", "sequence", "tokens_per_second", "mfu", "peak_gib"),
-    "eval": (
-        *("model", "task", "metric", "value", "stderr", "n", "accounting", "recipe", "seed"),
-        "updates",
-    ),
+    "eval": _EVAL,
     "errors": ("model", "task", "tokens", "layers", "accounting", "recipe"),
     "engine": ("model", "decisions", "float32_flipped", "bf16_error", "bf16_plain_error"),
+    "study": (*_EVAL, "row", "part", "settings"),
     "parity": ("model", "task", "n", "token_ids_equal", "max_difference", "accuracy"),
 }
 _PACKAGES = ("jax", "jaxlib", "triton", "jax_triton", "flax")

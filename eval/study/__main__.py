@@ -1,0 +1,150 @@
+"""`python -m eval.study --out FOLDER`: make what is missing of the study, in order of value."""
+
+import dataclasses
+import fnmatch
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from eval.records import commit
+from eval.study.plan import Recipe, plan
+from eval.study.schedule import (
+    Estimate,
+    Job,
+    Outcome,
+    Running,
+    estimate,
+    is_ready,
+    jobs_of,
+    missing,
+    run,
+    with_parents,
+)
+from eval.study.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Args(Settings):
+    """Make the study: train and measure every row that is not in the results yet.
+
+    Run again, it goes on: finished measurements are known by their records, trainings resume by
+    their own checkpoints. `--dry-run` says what would be done and about how long it takes.
+    """
+
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+    dry_run: bool = False
+    """Print the plan and an estimate of the time; make nothing."""
+    only: str = "*"
+    """Rows whose id matches (`*` and `?` as in file names), several with commas; and the stage-1
+    rows that they need."""
+    parts: str = "*"
+    """Measurements to make: perplexity, tasks, errors, whole_tasks, generation, with commas."""
+    budget_minutes: float | None = None
+    """Stop after so long; what was not finished goes on at the next start."""
+    jobs: int = 1
+    """Processes side by side. One trains at a time; others compile and measure beside it."""
+    job: str | None = None
+    """Do this one job in this process, as the command itself asks for."""
+    rehearse: bool = False
+    """With `job`: only compile its training step."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 1 if a job failed."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = tyro.cli(Args, args=argv, prog="python -m eval.study")
+    console = Console()
+    rows = with_parents([row for row in plan(args.recipe) if _matches(row.id, args.only)])
+    every = [job for job in jobs_of(rows) if job.core or _matches(job.part, args.parts)]
+    if args.job is not None:
+        return _work(args, every, console)
+    left = missing(every, args)
+    show(console, every, left, args)
+    if args.dry_run or not left:
+        return 0
+    if (now := commit()) is not None:
+        os.environ["WIDE_COMMIT"] = now  # for all processes, whenever they start
+    deadline = None
+    if args.budget_minutes is not None:
+        deadline = time.monotonic() + 60 * args.budget_minutes
+    outcome = run(
+        left,
+        args,
+        lambda job, rehearsal: _start(job, rehearsal, argv, args.out / "logs"),
+        slots=args.jobs,
+        deadline=deadline,
+        say=lambda line: console.print(line, highlight=False, soft_wrap=True),
+    )
+    return _report(console, outcome)
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in patterns.split(","))
+
+
+def _work(args: Args, jobs: Sequence[Job], console: Console) -> int:
+    """One job in this process."""
+    from eval.study.make import make, rehearse
+    from eval.study.measure import measure
+    from wide_jax.cli.start import start
+
+    [job] = [job for job in jobs if job.name == args.job]
+    start("auto", console)
+    if args.rehearse:
+        rehearse(job.row, args, console)
+        return 0
+    make(job.row, args, console)
+    measure(job.row, job.part, args, console)
+    return 0
+
+
+def _start(job: Job, rehearsal: bool, argv: Sequence[str], logs: Path) -> Running:
+    """The same command for one job, with a log of its own."""
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "eval.study", *argv, "--job", job.name]
+    name = job.name
+    if rehearsal:
+        command.append("--rehearse")
+        name += ".rehearsal"
+    with (logs / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def show(console: Console, jobs: Sequence[Job], left: Sequence[Job], settings: Settings) -> None:
+    """The plan, a line a job, and the estimated time of what is left."""
+    total = Estimate(0.0, 0.0)
+    for job in jobs:
+        line = f"{job.row.wave} {job.row.id:50} {job.part:12} "
+        if job in left:
+            found = estimate(job, settings)
+            total = Estimate(total.device + found.device, total.beside + found.beside)
+            state = "to do" if is_ready(job, settings) else "waits"
+            line += f"{state}  {found.device:4.0f} s + {found.beside:.0f} s"
+        else:
+            line += "done"
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(left)} of {len(jobs)} jobs are left: about {total.device / 60:.0f} minutes of one "
+        f"H200, and {total.beside / 60:.0f} of starting and compiling, which `--jobs` overlaps",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _report(console: Console, outcome: Outcome) -> int:
+    for title, jobs in (("failed", outcome.failed), ("left", outcome.left)):
+        if jobs:
+            names = ", ".join(job.name for job in jobs)
+            console.print(f"{title}: {names}", highlight=False, soft_wrap=True)
+    console.print(f"{len(outcome.finished)} jobs done", highlight=False)
+    return 1 if outcome.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Making what is missing, in order of value, several rows side by side in processes of their own.
+
+A `Job` is what one process does: a row's model and perplexity (`core`), or one more measurement of
+it. A kill loses what a job was doing and nothing else: the next start goes on from the results
+file and the run folders.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from eval.study.plan import Row
+from eval.study.settings import Measured, Part, Settings, parts_of
+
+LATE: dict[str, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
+
+# Seconds on one H200, for the estimate of `--dry-run`: at 32,768 tokens an update of the 135M
+# model, 0.11 s were measured for stage 1 (2 and 6 layers, taken to 30); the rest is guessed.
+SECONDS_AN_UPDATE = {1: 0.11, 2: 0.17}
+DISTILLED = 1.4
+SECONDS_TO_START = 15.0
+SECONDS_TO_COMPILE = 60.0
+SECONDS_OF: dict[Part, float] = {
+    "perplexity": 10.0,
+    "tasks": 60.0,
+    "errors": 20.0,
+    "whole_tasks": 240.0,
+    "generation": 300.0,
+}
+TOKENS_OF_ESTIMATE = 32_768
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One process's work."""
+
+    row: Row
+    part: Part
+
+    @property
+    def name(self) -> str:
+        """As `--job` takes it, and the name of its log."""
+        return f"{self.row.id}.{self.part}"
+
+    @property
+    def core(self) -> bool:
+        """Whether it makes the row's model too."""
+        return self.part == "perplexity"
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of one job: on the device, and of starting and compiling, which others fill."""
+
+    device: float
+    beside: float
+
+
+@runtime_checkable
+class Running(Protocol):
+    """A started process."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Job, bool], Running]  # a job, and whether it is only to be rehearsed
+
+
+def jobs_of(rows: Sequence[Row]) -> tuple[Job, ...]:
+    """Every job of the rows, in order of value: wave by wave, models and perplexity first."""
+    order = ("perplexity", "tasks", "errors", "whole_tasks", "generation")
+    jobs = [Job(row, part) for row in rows for part in parts_of(row)]
+    return tuple(
+        sorted(jobs, key=lambda j: (LATE.get(j.part, 0) + j.row.wave, order.index(j.part)))
+    )
+
+
+def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
+    """The jobs that are left: not measured, or whose row's model another one needs."""
+    measured = Measured.read(settings)
+    open_jobs = [job for job in jobs if not measured.has(job.row, job.part, settings)]
+    needed = {job.row.id for job in open_jobs}
+    needed |= {job.row.parent.id for job in open_jobs if job.row.parent is not None}
+    return tuple(
+        job
+        for job in jobs
+        if job in open_jobs or (job.core and job.row.id in needed and not settings.is_made(job.row))
+    )
+
+
+def with_parents(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows and the stage-1 rows that they start from, each once."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if row.parent is not None:
+            found.setdefault(row.parent.id, row.parent)
+        found.setdefault(row.id, row)
+    return tuple(found.values())
+
+
+def is_ready(job: Job, settings: Settings) -> bool:
+    """Whether what the job starts from is there."""
+    if not job.core:
+        return settings.is_made(job.row)
+    return job.row.parent is None or settings.is_made(job.row) or settings.is_made(job.row.parent)
+
+
+def estimate(job: Job, settings: Settings) -> Estimate:
+    """How long the job takes on one H200."""
+    row, device = job.row, SECONDS_OF[job.part]
+    beside = SECONDS_TO_START + SECONDS_TO_COMPILE / 2
+    if job.core and row.stage and not settings.is_made(row):
+        size = settings.sequence_length * settings.sequences_per_update / TOKENS_OF_ESTIMATE
+        slower = 1.0 if row.distill == "off" else DISTILLED
+        device += SECONDS_AN_UPDATE[row.stage] * size * slower * (row.updates or 0)
+        beside += SECONDS_TO_COMPILE
+    return Estimate(device, beside)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of the jobs."""
+
+    finished: list[Job]
+    failed: list[Job]
+    left: list[Job]  # not begun, cut short, or waiting for one that failed
+
+
+def run(
+    jobs: Sequence[Job],
+    settings: Settings,
+    start: Start,
+    *,
+    slots: int,
+    deadline: float | None = None,
+    say: Callable[[str], None] = print,
+    pause: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Run the jobs, at most `slots` at once, until all are done or the deadline has come.
+
+    A free slot takes the first job. One that waits for its stage 1 is rehearsed meanwhile, once,
+    so that its program is compiled when the stage 1 is there.
+
+    Args:
+        jobs: in order of value.
+        settings: of the study.
+        start: starts a job's process.
+        slots: processes at once.
+        deadline: of `clock`, in seconds; then what runs is ended.
+        say: called with a line for people.
+        pause: seconds between looks.
+        clock: seconds, monotonic.
+    """
+    begun, left = clock(), list(jobs)
+    outcome = Outcome([], [], [])
+    running: dict[Job, tuple[Running, float, bool]] = {}
+    rehearsed: set[Job] = set()
+    while left or running:
+        if deadline is not None and clock() >= deadline:
+            say(f"{clock() - begun:.0f} s: the time is over")
+            break
+        for job, (process, since, rehearsal) in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[job]
+            what = f"{'rehearsed ' if rehearsal else ''}{job.name}"
+            ended = "done" if code == 0 else f"FAILED with code {code}, see its log"
+            say(f"{clock() - begun:.0f} s: {what} {ended} ({clock() - since:.0f} s)")
+            if not rehearsal:
+                (outcome.finished if code == 0 else outcome.failed).append(job)
+        for job in list(left):
+            if len(running) >= slots:
+                break
+            if job in running or any(other.row.id == job.row.id for other in running):
+                continue
+            rehearsal = not is_ready(job, settings)
+            if rehearsal and (not job.core or job in rehearsed or slots == 1):
+                continue
+            running[job] = (start(job, rehearsal), clock(), rehearsal)
+            if rehearsal:
+                rehearsed.add(job)
+            else:
+                left.remove(job)
+            say(f"{clock() - begun:.0f} s: {'rehearsing ' if rehearsal else ''}{job.name} ...")
+        if not running:
+            break  # what is left waits for jobs that failed
+        time.sleep(pause)
+    _end(running)
+    outcome.left = [job for job, (_, _, rehearsal) in running.items() if not rehearsal] + left
+    return outcome
+
+
+def _end(running: dict[Job, tuple[Running, float, bool]]) -> None:
+    for process, _, _ in running.values():
+        process.terminate()
+    for process, _, _ in running.values():
+        try:
+            process.wait(timeout=10)
+        except Exception:
+            process.kill()

@@ -1,0 +1,147 @@
+"""What all rows are made and measured with, and what there is of a row already."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.check_values import WIKITEXT
+from eval.records import read_records
+from eval.study.plan import GENERATION, TASKS, Row
+
+Part = Literal["perplexity", "tasks", "errors", "whole_tasks", "generation"]
+DType = Literal["float32", "bfloat16"]
+THRESHOLDS = "thresholds.npy"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all rows are made and measured with."""
+
+    out: Path
+    """Folder of the runs, a folder a row, and of logs."""
+    record: Path = Path("eval/results/study.jsonl")
+    """Results, a JSON line each; what is in it is not measured again."""
+    model: str | None = None
+    """A dense model folder or hub id; by default the embedded SmolLM2-135M-Instruct."""
+    data_dir: Path = Path("../shared/data")
+    """Folder of the calibration text, of WikiText-2 and of the tasks."""
+    calibration: Path = Path("calib/calib_prose.jsonl.gz")
+    """Within `data_dir`: what is trained on."""
+    text: Path = Path(WIKITEXT)
+    """Within `data_dir`: what perplexity is measured on."""
+
+    dtype: DType = "bfloat16"
+    """Of the weights in training. All measurements are in float32."""
+    sequence_length: int = 2_048
+    sequences_per_update: int = 16
+    accumulation: int = 1
+    router_rank: int = 32
+    threshold_rows: int = 64
+    """Training rows on which the masks' cut is set, as in `wide calibrate`."""
+    save_every: int = 100
+    """Updates that a kill can lose."""
+
+    window: int = 2_048
+    """Tokens of a perplexity window."""
+    max_windows: int | None = None
+    """Only the first so many; None: all."""
+    error_windows: int = 8
+    """Windows on which every layer is compared with the dense model."""
+    batch_size: int = 8
+    tasks: tuple[str, ...] = tuple(TASKS)
+    limit: int = 500
+    """Documents of each task, but for the rows that take all."""
+
+    def recorded(self) -> dict[str, Any]:
+        """What a result depends on beside its row, as records say it."""
+        return {
+            "training_dtype": self.dtype,
+            "sequence_length": self.sequence_length,
+            "tokens_per_update": self.sequence_length * self.sequences_per_update,
+            "router_rank": self.router_rank,
+            "threshold_rows": self.threshold_rows,
+            "evaluation_dtype": "float32",
+            "window": self.window,
+            "max_windows": self.max_windows,
+            "error_windows": self.error_windows,
+            "limit": self.limit,
+        }
+
+    def folder(self, row: Row) -> Path:
+        """The row's run folder."""
+        return self.out / "rows" / row.id
+
+    def is_made(self, row: Row) -> bool:
+        """Whether the row's model is there; the dense one always is."""
+        if row.method == "dense":
+            return True
+        if row.method == "threshold":
+            return (self.folder(row) / THRESHOLDS).exists()
+        return (self.folder(row) / "model" / "wide_config.json").exists()
+
+    def tasks_of(self, part: Part) -> tuple[str, ...]:
+        """What the part asks of the harness; empty where it asks nothing."""
+        if part == "generation":
+            return (GENERATION,)
+        return self.tasks if part in ("tasks", "whole_tasks") else ()
+
+
+def parts_of(row: Row) -> tuple[Part, ...]:
+    """What is measured of a row, in order of value."""
+    parts: list[Part] = ["perplexity", "tasks"]
+    if row.method != "dense":
+        parts.append("errors")
+    if row.whole_tasks:
+        parts.append("whole_tasks")
+    if row.generation:
+        parts.append("generation")
+    return tuple(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What the results file holds: (row, part, task) of every record."""
+
+    found: frozenset[tuple[str, str, str]]
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Measured":
+        """Of the study's results file; an absent one holds nothing.
+
+        Raises:
+            ValueError: it holds results of other settings; the message says which.
+        """
+        if not settings.record.exists():
+            return cls(frozenset())
+        records = [record for _, record in read_records(settings.record)]
+        _check_settings(settings, records)
+        return cls(frozenset((r["row"], r["part"], r["task"]) for r in records))
+
+    def has(self, row: Row, part: Part, settings: Settings) -> bool:
+        """Whether nothing of the part is missing."""
+        return not self.missing_tasks(row, part, settings)
+
+    def missing_tasks(self, row: Row, part: Part, settings: Settings) -> tuple[str, ...]:
+        """The tasks of the part without a record; `(part,)` for a part that is no task."""
+        tasks = settings.tasks_of(part)
+        if not tasks:
+            known = any((r, p) == (row.id, part) for r, p, _ in self.found)
+            return () if known else (part,)
+        return tuple(task for task in tasks if (row.id, part, task) not in self.found)
+
+
+def _check_settings(settings: Settings, records: Iterable[dict[str, Any]]) -> None:
+    own = settings.recorded()
+    for record in records:
+        theirs = record["settings"]
+        differ = [
+            f"{name} {theirs.get(name)!r}, not {value!r}"
+            for name, value in own.items()
+            if theirs.get(name) != value
+        ]
+        if differ:
+            raise ValueError(
+                f"{settings.record} holds results of another study (row {record['row']}: "
+                f"{'; '.join(differ)}): name another --record, or the same settings"
+            )

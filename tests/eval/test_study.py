@@ -1,0 +1,340 @@
+"""The study: what is planned, what is left of it, and tiny rows made, measured and recorded."""
+
+import collections
+import dataclasses
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eval.records import read_records
+from eval.study import schedule
+from eval.study.make import make, rehearse
+from eval.study.measure import measure
+from eval.study.plan import Recipe, Row, plan
+from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
+from eval.study.settings import Measured, Settings, parts_of
+from tests.eval.conftest import tiny_model
+from wide_jax.hf.pretrained import tensors_of
+from wide_jax.hf.save import save_model
+
+RECIPE = Recipe(updates=2, long_updates=3, group=8, groups=(16,), heads=2, head_groups=(1,))
+ROWS = {row.id: row for row in plan(RECIPE)}
+WIDE = "wide-g8-h2-separate-50-s1-u2"
+STAGE2 = "wide-g8-h2-separate-50-s2-u2"
+CUT = "threshold-g8-h2-50"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("model") / "dense"
+    model = tiny_model(num_hidden_layers=1)
+    save_model(folder, model.config, tensors_of(model))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """Calibration text, a text to score and one task, of a few words."""
+    folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+
+    def words(count):
+        return " ".join(rng.choice(["a cat", "the sea", "old", "top hat"]) for _ in range(count))
+
+    choices = {"text": [words(n) for n in (1, 2, 3, 2)], "label": list("ABCD")}
+    files = {
+        "calib.jsonl.gz": [{"text": words(30)} for _ in range(12)],
+        "text.jsonl.gz": [{"page": words(60)} for _ in range(3)],
+        "tasks/arc_easy_test.jsonl.gz": [
+            {"id": str(n), "question": words(4), "choices": choices, "answerKey": "ABCD"[n % 4]}
+            for n in range(4)
+        ],
+    }
+    for name, rows in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, model_folder, data_dir):
+    out = tmp_path_factory.mktemp("study")
+    return Settings(
+        out=out,
+        record=out / "study.jsonl",
+        model=str(model_folder),
+        data_dir=data_dir,
+        calibration=Path("calib.jsonl.gz"),
+        text=Path("text.jsonl.gz"),
+        dtype="float32",
+        sequence_length=32,
+        sequences_per_update=2,
+        router_rank=4,
+        threshold_rows=2,
+        window=64,
+        max_windows=3,
+        error_windows=2,
+        batch_size=2,
+        tasks=("arc_easy",),
+        limit=3,
+    )
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("WIDE_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def console():
+    return Console(quiet=True)
+
+
+def records(settings):
+    return [record for _, record in read_records(settings.record)]
+
+
+def test_the_plan_is_issue_10s():
+    rows = plan()
+    ids = [row.id for row in rows]
+    assert len(set(ids)) == len(ids)
+    assert ids[0] == "dense"
+    assert {row.method for row in rows} == {
+        "dense",
+        "threshold",
+        "wide",
+        "depth",
+        "layer",
+        "static",
+    }
+    assert {row.ffn_group for row in rows if row.method == "wide"} == {16, 32, 64, 128, 256, 512}
+    assert {row.attn_group for row in rows if row.method == "wide"} == {1, 3, 9}
+    assert {row.budget for row in rows if row.budget} == {"paper", "separate", "flops"}
+    assert {row.target for row in rows if row.target} == {0.1, 0.25, 0.3, 0.5, 0.7}
+    headline = [r for r in rows if r.method == "wide" and (r.ffn_group, r.attn_group) == (64, 3)]
+    for target in (0.25, 0.5):
+        for stage in (1, 2):
+            same = [r for r in headline if (r.target, r.stage) == (target, stage)]
+            assert {r.seed for r in same} == {0, 1, 2}
+            assert {r.distill for r in same} == {"off", "beside"}
+    assert max(row.updates or 0 for row in rows) == Recipe().long_updates
+
+
+def test_a_stage_2_row_comes_after_the_stage_1_row_it_starts_from():
+    seen = set()
+    for row in plan():
+        assert row.parent is None or row.parent.id in seen
+        seen.add(row.id)
+
+
+def test_rows_of_other_lengths_are_other_rows():
+    assert not {r.id for r in plan() if r.stage} & {r.id for r in plan(RECIPE) if r.stage}
+
+
+def test_the_first_wave_comes_whole_before_the_second():
+    jobs = jobs_of(plan())
+    waves = [job.row.wave for job in jobs if job.part in ("perplexity", "tasks", "errors")]
+    assert waves == sorted(waves)
+    late = [job.part in ("whole_tasks", "generation") for job in jobs]
+    assert late == sorted(late)
+    assert len(set(jobs)) == sum(len(parts_of(row)) for row in plan())
+
+
+def test_choosing_a_stage_2_row_brings_its_stage_1():
+    assert [row.id for row in with_parents([ROWS[STAGE2]])] == [WIDE, STAGE2]
+
+
+def test_a_trained_row_is_made_measured_and_known(settings, console):
+    row = ROWS[WIDE]
+    jobs = [Job(row, part) for part in ("perplexity", "tasks", "errors")]
+    assert missing(jobs, settings) == tuple(jobs)
+    make(row, settings, console)
+    assert settings.is_made(row)
+    for job in jobs:
+        measure(row, job.part, settings, console)
+    assert missing(jobs, settings) == ()
+    count = len(records(settings))
+    measure(row, "perplexity", settings, console)  # known: nothing is measured again
+    assert len(records(settings)) == count
+    found = {r["part"]: r for r in records(settings) if r["row"] == WIDE}
+    assert found.keys() == {"perplexity", "tasks", "errors"}
+    perplexity = found["perplexity"]
+    assert perplexity["recipe"]["method"] == "wide"
+    assert perplexity["settings"]["tokens_per_update"] == 64
+    assert perplexity["n"] == 3 * 63
+    for module in ("attention", "ffn"):
+        rates = perplexity["layers"][module]
+        assert len(rates) == 1
+        assert np.mean(rates) == pytest.approx(perplexity["accounting"][module])
+    assert found["tasks"]["task"] == "arc_easy"
+    assert found["tasks"]["n"] == 3
+    assert found["errors"]["value"] == found["errors"]["errors"]["stream"][-1]
+
+
+def test_stage_2_goes_on_from_its_stage_1(settings, console):
+    make(ROWS[WIDE], settings, console)  # made already, unless this test runs alone
+    make(ROWS[STAGE2], settings, console)
+    measure(ROWS[STAGE2], "perplexity", settings, console)
+    [record] = [r for r in records(settings) if r["row"] == STAGE2]
+    assert record["recipe"]["stage"] == 2
+    folder = settings.folder(ROWS[STAGE2])
+    assert (folder / "model" / "adapter_model.safetensors").exists()
+    assert f"run: {settings.folder(ROWS[WIDE])}" in (folder / "config.yaml").read_text()
+
+
+def test_the_untrained_baseline_meets_its_target_and_says_what_it_can_save(settings, console):
+    make(ROWS[CUT], settings, console)
+    measure(ROWS[CUT], "perplexity", settings, console)
+    [record] = [r for r in records(settings) if r["row"] == CUT]
+    assert 0.3 < record["accounting"]["ffn"] < 0.7  # of another text and longer windows
+    assert 0 < record["savable_flops"] < record["accounting"]["flops"]
+    assert record["recipe"]["stage"] is None
+
+
+def test_the_dense_row_needs_nothing_made(settings, console):
+    assert settings.is_made(ROWS["dense"])
+    measure(ROWS["dense"], "perplexity", settings, console)
+    [record] = [r for r in records(settings) if r["row"] == "dense"]
+    assert record["accounting"]["flops"] == 0
+    assert not any(job.part == "errors" for job in jobs_of([ROWS["dense"]]))
+
+
+def test_a_rehearsal_leaves_nothing(settings, console):
+    row = ROWS["depth-separate-50-s2-u2"]
+    before = sorted(settings.out.iterdir())
+    rehearse(row, settings, console)
+    assert sorted(settings.out.iterdir()) == before
+    assert not settings.is_made(row)
+    assert not settings.is_made(row.parent)
+
+
+def test_results_of_other_settings_are_refused_with_what_differs(settings, console):
+    make(ROWS[CUT], settings, console)
+    measure(ROWS[CUT], "perplexity", settings, console)
+    with pytest.raises(ValueError, match=r"max_windows 3, not None"):
+        Measured.read(dataclasses.replace(settings, max_windows=None))
+
+
+class Process:
+    """A process that ends after a few looks, or only when told."""
+
+    def __init__(self, looks, end):
+        self.looks, self.end, self.terminated = looks, end, False
+
+    def poll(self):
+        self.looks -= 1
+        return self.end() if self.looks == 0 else None
+
+    def terminate(self):
+        self.terminated = True
+
+    def wait(self, timeout=None):
+        return 0
+
+    def kill(self):
+        raise AssertionError("it ended by itself")
+
+
+class Machine:
+    """Starts what it is asked to, and keeps what it was; each process takes three looks."""
+
+    def __init__(self, settings, codes=None, looks=3):
+        self.settings, self.codes, self.looks = settings, codes or {}, looks
+        self.running, self.events, self.most, self.now = {}, [], 0, 0.0
+
+    def start(self, job, rehearsal):
+        def end():
+            del self.running[job.name, rehearsal]
+            code = self.codes.get(job.name, 0)
+            if job.core and not rehearsal and code == 0:
+                folder = self.settings.folder(job.row) / "model"
+                folder.mkdir(parents=True)
+                (folder / "wide_config.json").touch()
+            return code
+
+        process = self.running[job.name, rehearsal] = Process(self.looks, end)
+        self.events.append(("rehearse " if rehearsal else "") + job.name)
+        self.most = max(self.most, len(self.running))
+        return process
+
+    def clock(self):
+        self.now += 1.0
+        return self.now
+
+
+def run(settings, jobs, machine, **options):
+    return schedule.run(
+        jobs, settings, machine.start, pause=0.0, clock=machine.clock, say=lambda x: None, **options
+    )
+
+
+@pytest.fixture
+def empty(settings, tmp_path):
+    return dataclasses.replace(settings, out=tmp_path, record=tmp_path / "study.jsonl")
+
+
+def test_jobs_run_side_by_side_and_stage_2_after_stage_1(empty):
+    machine = Machine(empty)
+    jobs = jobs_of([ROWS[WIDE], ROWS[STAGE2]])
+    outcome = run(empty, jobs, machine, slots=2)
+    assert sorted(job.name for job in outcome.finished) == sorted(job.name for job in jobs)
+    assert machine.most == 2
+    order = machine.events
+    assert order[:2] == [f"{WIDE}.perplexity", f"rehearse {STAGE2}.perplexity"]
+    assert order.index(f"{STAGE2}.perplexity") > order.index(f"{WIDE}.perplexity")
+    assert collections.Counter(order).most_common(1)[0][1] == 1
+
+
+def test_a_failed_job_stops_only_what_needs_it(empty):
+    machine = Machine(empty, codes={f"{WIDE}.perplexity": 1})
+    jobs = jobs_of([ROWS["dense"], ROWS[WIDE], ROWS[STAGE2]])
+    outcome = run(empty, jobs, machine, slots=1)
+    assert [job.name for job in outcome.failed] == [f"{WIDE}.perplexity"]
+    assert {job.row.id for job in outcome.finished} == {"dense"}
+    assert {job.row.id for job in outcome.left} == {WIDE, STAGE2}
+
+
+def test_the_deadline_ends_what_runs(empty):
+    machine = Machine(empty, looks=1_000_000)
+    outcome = run(empty, jobs_of([ROWS["dense"]]), machine, slots=1, deadline=20.0)
+    [process] = machine.running.values()
+    assert process.terminated
+    assert outcome.left[0].name == "dense.perplexity"
+    assert not outcome.finished
+
+
+def test_models_that_are_gone_are_made_again_but_not_measured_again(empty):
+    """The results came home and the runs did not: a stage 2 needs its stage 1 once more."""
+    jobs = jobs_of([ROWS[WIDE], ROWS[STAGE2]])
+    record = {"row": WIDE, "part": "perplexity", "task": "text"}
+    measured = Measured(frozenset({tuple(record.values())}))
+    assert measured.has(ROWS[WIDE], "perplexity", empty)
+    assert not is_ready(Job(ROWS[STAGE2], "perplexity"), empty)
+    assert missing(jobs, empty)[0] == Job(ROWS[WIDE], "perplexity")
+
+
+def test_the_command_starts_jobs_and_says_what_is_left(settings, tmp_path):
+    arguments = [sys.executable, "-m", "eval.study", "--out", str(tmp_path), "--only", "dense"]
+    arguments += ["--parts", "errors", "--record", str(tmp_path / "study.jsonl")]
+    for name in ("model", "data_dir", "calibration", "text", "window", "max_windows"):
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    dry = subprocess.run([*arguments, "--dry-run"], capture_output=True, text=True, check=True)
+    assert "1 of 1 jobs are left" in dry.stdout
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "dense.perplexity done" in done.stdout
+    [(_, record)] = read_records(tmp_path / "study.jsonl")
+    assert record["row"] == "dense"
+    assert record["command"].endswith("--job dense.perplexity")
+
+
+def test_a_row_says_how_it_was_made():
+    row = Row(wave=1, method="wide", ffn_group=64, attn_group=3, budget="flops", target=0.5)
+    assert row.recipe()["budget"] == "flops"
