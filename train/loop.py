@@ -14,6 +14,7 @@ from train.data import Batches, PackedWindows, on_mesh
 from train.parts import Params, place, put_back, take_apart
 from train.records import UpdateRecord, check_finite, to_record
 from train.step import Step, StepMetrics, init_optimizer, make_step
+from train.threshold import absorb_thresholds
 from wide_jax import partition
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import RouterParam
@@ -80,8 +81,8 @@ def calibrate(
 ) -> CalibrationResult:
     """Stage 1: train the routers on packed windows of `tokens`; the base stays bit-identical.
 
-    The model's routers are replaced in place when the run ends; a run that fails leaves them as
-    they were.
+    The model's routers are replaced in place when the run ends; a run that fails leaves their
+    decisions as they were. Thresholds are taken into the routers' biases first.
 
     Args:
         model: with routers (built with a `WideConfig`).
@@ -93,10 +94,11 @@ def calibrate(
         ValueError: no routers, too few tokens, or a mesh the model does not fit.
         LossNotFiniteError: the loss became NaN or infinite.
     """
+    if model.wide is None:
+        raise ValueError("the model has no RouterParam to train: build it with a WideConfig")
+    absorb_thresholds(model)
     parts, trainable, frozen = take_apart(model, RouterParam)
     wide = model.wide
-    if wide is None:
-        raise ValueError("the model has no WideConfig: build it with one to train its routers")
     batches = PackedWindows(
         np.asarray(tokens), config.sequence_length, config.sequences_per_update, config.seed
     )

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from train.parts import ModelParts, Params, place, take_apart
 from train.records import LossNotFiniteError, UpdateRecord, check_finite, to_record
 from train.run_config import CalibrateConfig, RecoverConfig, differences, dump, load, to_dict
 from train.step import StepMetrics, init_optimizer, make_step
-from train.threshold import Shift, SpreadRows, meet_target
+from train.threshold import Shift, SpreadRows, absorb_thresholds, meet_target
 from train.variants import is_trained, prepare_routers, wide_config
 from wide_jax import lora, partition
 from wide_jax.config import WideConfig
@@ -44,6 +44,7 @@ from wide_jax.hf.wide_folder import base_folder, load_wide_info, save_wide_model
 from wide_jax.lora import LoRASettings
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam, RouterParam
+from wide_jax.routing import Module
 
 CONFIG = "config.yaml"
 
@@ -97,6 +98,7 @@ class _Loaded:
     keep: Callable[[str], bool]
     config: CalibrateConfig  # with what the model's own folder decides filled in
     lora: LoRASettings | None = None
+    absorbed: Mapping[Module, float] = dataclasses.field(default_factory=dict)
 
 
 def _load_for_calibration(config: CalibrateConfig, mesh: Mesh) -> _Loaded:
@@ -141,6 +143,7 @@ def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
     architecture = read_config(base_folder(folder))
     partition.check_mesh(mesh, architecture, info.wide)
     model = _read(folder, config, mesh, None)
+    absorbed = absorb_thresholds(model)
     settings = LoRASettings(
         rank=config.lora_rank,
         alpha=config.lora_alpha,
@@ -150,7 +153,7 @@ def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
     lora.attach(model, settings, rngs=nnx.Rngs(config.seed))
     trained = (LoRAParam,) if config.freeze_routers else (LoRAParam, RouterParam)
     keep = functools.partial(is_trained, method=config.method, routed=config.routed)
-    return _Loaded(model, base_folder(folder), trained, keep, config, settings)
+    return _Loaded(model, base_folder(folder), trained, keep, config, settings, absorbed)
 
 
 def _read(
@@ -181,6 +184,9 @@ def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loa
         return RunResult(out / "model", None, None)
     mesh = partition.make_mesh(config.data_parallel, config.fsdp, config.tensor_parallel)
     loaded = load_model(config, mesh)
+    if loaded.absorbed:
+        values = ", ".join(f"{module} {value:+.3f}" for module, value in loaded.absorbed.items())
+        events.message(f"the dialled thresholds ({values}) are taken into the routers' biases")
     given, config = config, loaded.config
     tokenizer = load_tokenizer(loaded.folder)
     rows = _rows(config.data, config, tokenizer, events)

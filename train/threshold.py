@@ -15,6 +15,7 @@ from train.config import TrainConfig
 from train.data import Rows
 from train.parts import Params
 from wide_jax.dial import Goal, meet, shifted
+from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Module
 
 Skipped = Callable[[Params], Mapping[str, float]]
@@ -65,6 +66,33 @@ def meet_target(trainable: Params, config: TrainConfig, skipped: Skipped) -> tup
     """
     found = meet(_goals(config), lambda biases: skipped(shifted(trainable, biases)))
     return shifted(trainable, found.biases), Shift(found.biases, found.before, found.after)
+
+
+def absorb_thresholds(model: WideForCausalLM) -> dict[Module, float]:
+    """Take the thresholds that `wide dial` set into the routers' output biases, in place.
+
+    The argmax masks stay what they are (but for ties), and sampling, which knows no threshold,
+    then draws around the same cut: training goes on from where the dial stands.
+
+    Returns:
+        The thresholds that were not 0, by module, in logits.
+    """
+    assert model.wide is not None  # only a model with routers has thresholds
+    thresholds: dict[Module, float] = {
+        "attention": model.wide.attention_threshold,
+        "ffn": model.wide.ffn_threshold,
+    }
+    moved = {module: value for module, value in thresholds.items() if value != 0}
+    if not moved:
+        return {}
+    for layer in model.model.layers:
+        for module, threshold in moved.items():
+            router = getattr(layer, f"router_{module}")
+            bias = router.router.bias
+            bias[...] = bias[...].at[::2].add(-threshold)  # class 0 of every group: execute
+            router.threshold = 0.0
+    model.wide = dataclasses.replace(model.wide, attention_threshold=0.0, ffn_threshold=0.0)
+    return moved
 
 
 def _goals(config: TrainConfig) -> tuple[Goal, ...]:

@@ -21,7 +21,7 @@ from wide_jax import partition
 from wide_jax.batch import TokenBatch
 from wide_jax.hf.peft import read_adapter
 from wide_jax.hf.pretrained import from_pretrained
-from wide_jax.hf.wide_folder import load_wide_info, load_wide_routers
+from wide_jax.hf.wide_folder import load_wide_info, load_wide_routers, set_thresholds
 from wide_jax.routing import AllOn, Argmax
 
 
@@ -211,6 +211,31 @@ def test_stage_2_trains_lora_and_routers_from_stage_1(settings, model_folder):
     apart = from_pretrained(folder, adapter=False)
     assert np.array_equal(apart(batch, AllOn()).hidden, base(batch, AllOn()).hidden)
     assert not np.allclose(merged(batch, Argmax()).hidden, apart(batch, Argmax()).hidden)
+
+
+def test_stage_2_goes_on_from_where_the_dial_stands(settings, monkeypatch):
+    """Sampled and argmax masks of its first update obey the thresholds; the result needs none."""
+    model = calibrate_main(settings(updates=1)).model_folder
+    config = settings(
+        RecoverConfig, "recovered", run=settings().out, updates=3, warmup_fraction=0.0, model=None,
+        save_every=1,
+    )  # fmt: skip
+    # Thresholds that no margin reaches and that every margin exceeds.
+    set_thresholds(model, attention=1e3, ffn=-1e3, rates={"attention": 1.0, "ffn": 0.0})
+    messages, records = [], []
+    events = RunEvents(
+        message=messages.append, record=lambda record, config: records.append(record)
+    )
+    result = recover_main(config, events)
+    assert "attention +1000.000, ffn -1000.000" in messages[0]
+    for rates in (records[0].skip, records[0].hard_skip):
+        assert (rates["attention"], rates["ffn"]) == (1.0, 0.0)
+    info = load_wide_info(result.model_folder)
+    assert (info.wide.attention_threshold, info.wide.ffn_threshold) == (0.0, 0.0)
+    batch = TokenBatch.from_lengths(jax.numpy.arange(16)[None])
+    masks = from_pretrained(result.model_folder)(batch, Argmax()).masks
+    assert not any(mask.any() for mask in masks.attention)
+    assert all(mask.all() for mask in masks.ffn)
 
 
 def test_frozen_routers_stay_bit_identical_in_stage_2(settings):

@@ -1,12 +1,17 @@
 """Where the routers cut: biases moved until argmax masks skip the target on training text."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.tiny import tiny_config
-from train.threshold import SpreadRows, meet_target
+from tests.train.tiny import tiny_config, tiny_model
+from train.threshold import SpreadRows, absorb_thresholds, meet_target
+from wide_jax.batch import TokenBatch
 from wide_jax.dial import shifted
+from wide_jax.routing import Argmax, GumbelSoftmax
 
 ATTENTION = "model.layers.0.router_attention.router.bias"
 FFN = "model.layers.0.router_ffn.router.bias"
@@ -83,6 +88,25 @@ def test_what_meets_the_target_already_stays_bit_for_bit():
     moved, shift = meet_target(routers(), tiny_config(**goals), skipped)
     assert set(shift.biases.values()) == {0.0}
     assert np.array_equal(moved[FFN], routers()[FFN])
+
+
+def test_a_dialled_models_thresholds_become_biases_that_sampling_obeys_too():
+    """The same argmax masks; sampled ones now skip about as much (their noise is symmetric)."""
+    model = tiny_model()
+    batch = TokenBatch.from_lengths(jnp.arange(256).reshape(8, 32) % model.config.vocab_size)
+    for layer in model.model.layers:
+        layer.router_attention.threshold, layer.router_ffn.threshold = 3.0, -40.0
+    model.wide = dataclasses.replace(model.wide, attention_threshold=3.0, ffn_threshold=-40.0)
+    before = model(batch, Argmax()).masks
+    assert absorb_thresholds(model) == {"attention": 3.0, "ffn": -40.0}
+    assert (model.wide.attention_threshold, model.wide.ffn_threshold) == (0.0, 0.0)
+    after = model(batch, Argmax()).masks
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.array_equal(old, new)
+    sampled = model(batch, GumbelSoftmax(jax.random.key(0), jnp.float32(1.0))).masks
+    assert all(mask.all() for mask in sampled.ffn)  # no noise turns a margin of 40
+    assert np.mean([mask.mean() for mask in sampled.attention]) < 0.3
+    assert absorb_thresholds(model) == {}
 
 
 def test_sampled_rows_are_spread_over_all():
