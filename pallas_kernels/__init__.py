@@ -23,6 +23,7 @@ from pallas_kernels.layout import MaskLayout as MaskLayout
 from pallas_kernels.layout import mask_layout as mask_layout
 from pallas_kernels.norm_route import RouterWeights as RouterWeights
 from pallas_kernels.norm_route import norm_route as norm_route
+from pallas_kernels.norm_route import norm_route_step as norm_route_step
 from pallas_kernels.project_qkv import project_qkv as project_qkv
 from pallas_kernels.rope_cache import rope_cache as rope_cache
 from pallas_kernels.swiglu_up import swiglu_up as swiglu_up

@@ -17,6 +17,7 @@ class LayerCache:
 
     keys: Float[Array, "B S Hk d"]
     values: Float[Array, "B S Hk d"]
+    counter: Int[Array, "1"]  # 0 between kernels: where the programs of a routing step meet
 
     def write(
         self,
@@ -26,9 +27,10 @@ class LayerCache:
     ) -> "LayerCache":
         """Store new tokens at their slots; a slot outside the buffer (padding) stores nothing."""
         rows = jnp.arange(slots.shape[0])[:, None]
-        return LayerCache(
-            self.keys.at[rows, slots].set(keys.astype(self.keys.dtype), mode="drop"),
-            self.values.at[rows, slots].set(values.astype(self.values.dtype), mode="drop"),
+        return dataclasses.replace(
+            self,
+            keys=self.keys.at[rows, slots].set(keys.astype(self.keys.dtype), mode="drop"),
+            values=self.values.at[rows, slots].set(values.astype(self.values.dtype), mode="drop"),
         )
 
 
@@ -50,7 +52,7 @@ class KVCache:
         """A cache for `batch` rows of up to `capacity` tokens."""
         shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
         layers = tuple(
-            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((1,), jnp.int32))
             for _ in range(config.num_hidden_layers)
         )
         return cls(layers, jnp.zeros((batch,), jnp.int32))

@@ -8,6 +8,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 
 GIB = 2**30
+COUNTER_BYTES = 4  # of a layer's cache: see `wide_jax.cache.LayerCache`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=element_bytes * _elements(expected_tensors(config)),
         routers=routers,
-        cache=element_bytes * 2 * layers * batch * capacity * keys,
+        cache=layers * (element_bytes * 2 * batch * capacity * keys + COUNTER_BYTES),
         temporary=element_bytes * batch * piece * width + masks + 4 * batch * config.vocab_size,
     )
 

@@ -15,7 +15,7 @@ from wide_jax.attention import Attention, AttentionInputs, Causal
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache, LayerCache
 from wide_jax.config import ModelConfig, WideConfig
-from wide_jax.kernels import Kernels
+from wide_jax.kernels import Kernels, without_gradient
 from wide_jax.layers import Embedding, Linear, RMSNorm, rotary_angles
 from wide_jax.mlp import MLP
 from wide_jax.partition import constrain
@@ -122,6 +122,7 @@ class DecoderLayer(nnx.Module):
         kernels: Kernels,
     ) -> tuple[Float[Array, "B T D"], LayerDecisions, LayerCache | None]:
         """The same through the kernels: routing, norm and layout once a sublayer."""
+        counter = jnp.zeros((1,), jnp.int32) if cache is None else cache.counter
         attn = pruned.decision(
             self.input_layernorm,
             self.router_attention,
@@ -132,6 +133,7 @@ class DecoderLayer(nnx.Module):
             layer=self.layer,
             module="attention",
             groups=self.dense_attn_groups,
+            counter=counter,
         )
         x, cache = pruned.attend(self.self_attn, x, attn, shared, cache, kernels)
         asked = isinstance(routing, Argmax)
@@ -145,9 +147,12 @@ class DecoderLayer(nnx.Module):
             layer=self.layer,
             module="ffn",
             groups=self.dense_ffn_groups,
+            counter=attn.counter,
             decided=attn if self.one_router and asked else None,
         )
         x = pruned.feed_forward(self.mlp, x, ffn, kernels)
+        if cache is not None:
+            cache = dataclasses.replace(cache, counter=ffn.counter)
         argmax = (attn.mask, ffn.mask) if asked else (None, None)
         return x, LayerDecisions(attn.mask, ffn.mask, *argmax), cache
 
@@ -225,14 +230,15 @@ class WideForCausalLM(nnx.Module):
         The caller sees to it that a cache has room: a token past its capacity would be lost.
         """
         kernels = None if isinstance(routing, GumbelSoftmax) or remat else self.kernels
+        decoder = self.model if kernels is None else _undifferentiable(self.model)
         shared = attention_inputs(self.config, batch, cache, fresh=fresh)
         if causal is not None:
             if cache is not None:
                 raise ValueError(f"{causal=} attention is for whole rows: it takes no cache")
             shared = dataclasses.replace(shared, causal=causal)
-        x = constrain(self.model.embed_tokens(batch.input_ids), "hidden_BTD")
+        x = constrain(decoder.embed_tokens(batch.input_ids), "hidden_BTD")
         decisions, caches = [], []
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in enumerate(decoder.layers):
             layer_cache = None if cache is None else cache.layers[index]
             run = _rematerialised(layer) if remat else functools.partial(layer, kernels=kernels)
             x, chosen, layer_cache = run(x, shared, layer_cache, routing)
@@ -252,15 +258,22 @@ class WideForCausalLM(nnx.Module):
                 tuple(layer.attention_argmax for layer in decisions),
                 tuple(layer.ffn_argmax for layer in decisions),
             )
-        return ModelOutput(self.model.norm(x), masks, cache, argmax)
+        return ModelOutput(decoder.norm(x), masks, cache, argmax)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Next-token logits of normed hidden states, in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         few = math.prod(hidden.shape[:-1]) <= pruned.FEW_TOKENS
         if self.kernels is not None and few and not self.kernels.plain_products:
-            return pruned.whole_product(hidden, head.weight[...], self.kernels)
+            hidden, weight = without_gradient((hidden, head.weight[...]))
+            return pruned.whole_product(hidden, weight, self.kernels)
         return head.attend(hidden) if isinstance(head, Embedding) else head(hidden)
+
+
+def _undifferentiable(decoder: DecoderModel) -> DecoderModel:
+    """The same weights; a derivative by them raises an error that says what to do."""
+    graphdef, state = nnx.split(decoder)
+    return nnx.merge(graphdef, without_gradient(state))
 
 
 def attention_inputs(

@@ -13,7 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import (
     MaskLayout,
@@ -21,7 +21,7 @@ from pallas_kernels import (
     gemm_k,
     gemm_mn,
     mask_layout,
-    norm_route,
+    norm_route_step,
     swiglu_up,
 )
 from pallas_kernels.attention_decode import attention_decode
@@ -60,6 +60,7 @@ class Decision:
     normed: Float[Array, "B T D"]
     mask: Bool[Array, "B T groups"] | None  # None: everything
     layout: MaskLayout | None  # None: everything, by plain products
+    counter: Int32[Array, "1"]  # the routing kernel's, for the next decision
 
 
 def decision(
@@ -73,55 +74,65 @@ def decision(
     layer: int,
     module: Module,
     groups: int,
+    counter: Int32[Array, "1"],
     decided: Decision | None = None,
 ) -> Decision:
     """Norm, mask and layout of one sublayer, whose input is the residual stream `x`.
 
-    `groups` are those of a dense step of few tokens, which runs by the same kernels. `decided`:
-    another sublayer's decision that holds for this one too.
+    `groups` are those of a dense step of few tokens, which runs by the same kernels. `counter` is
+    `norm_route_step`'s. `decided`: another sublayer's decision that holds for this one too.
 
     Raises:
         ValueError: `routing` needs a router and the model has none.
     """
     sparsity = getattr(kernels.hints, module)
     if decided is not None:
-        return Decision(norm(x), decided.mask, decided.layout)
+        return Decision(norm(x), decided.mask, decided.layout, counter)
     match routing:
         case AllOn():
             layout = None
             if x.shape[0] * x.shape[1] <= FEW_TOKENS and not kernels.plain_products:
                 layout = _layout(jnp.ones((*x.shape[:2], groups), bool), shared, 0.0, kernels)
-            return Decision(norm(x), None, layout)
+            return Decision(norm(x), None, layout, counter)
         case Forced(masks, ask_routers):
-            mask = getattr(masks, module)[layer] != 0
+            mask = getattr(masks, module)[layer]
+            if mask.dtype != jnp.bool_:
+                mask = mask != 0
             if ask_routers:
-                normed, answer = _asked(norm, required(router, routing), x, kernels)
+                normed, answer, counter = _asked(
+                    norm, required(router, routing), x, counter, kernels
+                )
                 mask, _ = jax.lax.optimization_barrier((mask, answer))
             else:
                 normed = norm(x)
-            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels))
+            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
         case Argmax():
-            normed, mask = _asked(norm, required(router, routing), x, kernels)
-            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels))
+            normed, mask, counter = _asked(norm, required(router, routing), x, counter, kernels)
+            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
     raise ValueError(f"{type(routing).__name__} routing is for training: it runs in plain JAX")
 
 
 def _asked(
-    norm: RMSNorm, router: Router, x: Float[Array, "B T D"], kernels: Kernels
-) -> tuple[Float[Array, "B T D"], Bool[Array, "B T groups"]]:
-    """The normed input and the router's decisions."""
+    norm: RMSNorm,
+    router: Router,
+    x: Float[Array, "B T D"],
+    counter: Int32[Array, "1"],
+    kernels: Kernels,
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T groups"], Int32[Array, "1"]]:
+    """The normed input, the router's decisions and the counter."""
     compressor, last = router.compressor, router.router
-    normed, mask = norm_route(
+    normed, mask, counter = norm_route_step(
         x.reshape(-1, x.shape[-1]),
         norm.weight[...],
         RouterWeights(
             compressor.weight[...], compressor.bias[...], last.weight[...], last.bias[...]
         ),
+        counter,
         eps=norm.eps,
         threshold=router.threshold,
         implementation=kernels.norm_route,
     )
-    return normed.reshape(x.shape), mask.reshape(*x.shape[:2], -1)
+    return normed.reshape(x.shape), mask.reshape(*x.shape[:2], -1), counter
 
 
 def _layout(
@@ -191,7 +202,7 @@ def _cached(
         eps=0.0 if norms[0] is None else norms[0].eps,
         implementation=kernels.rope_cache,
     )
-    return q, k, LayerCache(keys, values)
+    return q, k, dataclasses.replace(cache, keys=keys, values=values)
 
 
 def _attention(

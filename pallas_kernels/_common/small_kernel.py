@@ -75,34 +75,33 @@ def small_tile(
     columns = first_column + tl.arange(0, BLOCK_N)
     column_ok = columns < end_column
     channel = tl.minimum(columns, N - 1).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    w_tile = w + channel[:, None] * K + k[None, :]
-    w_up_tile = w_up + channel[:, None] * K + k[None, :]
-
     if TOKENS == 1:
         result = tl.zeros((BLOCK_N,), tl.float32)
         if on != 0:
-            x_tile = x + k
-            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-            acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            # Products are added up by eights, the 16 bytes that a thread loads at once: partial
+            # sums for every channel of a step would take the registers of a second program.
+            EIGHT: tl.constexpr = 8 if K % 8 == 0 else 1
+            chunk = tl.arange(0, BLOCK_K // EIGHT) * EIGHT
+            k = chunk[:, None] + tl.arange(0, EIGHT)[None, :]
+            offset = channel[:, None, None] * K + k[None, :, :]
+            acc = tl.zeros((BLOCK_N, BLOCK_K // EIGHT), tl.float32)
+            acc_up = tl.zeros((BLOCK_N, BLOCK_K // EIGHT), tl.float32)
             for start in range(0, K, BLOCK_K):
-                ok = start + k < K
                 if K % BLOCK_K == 0:
-                    a = tl.load(w_tile)
-                    b = tl.load(x_tile)
+                    a = tl.load(w + start + offset)
+                    b = tl.load(x + start + k)
+                    if GLU:
+                        c = tl.load(w_up + start + offset)
                 else:
-                    a = tl.load(w_tile, mask=ok[None, :], other=0.0)
-                    b = tl.load(x_tile, mask=ok, other=0.0)
-                acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+                    ok = start + chunk < K
+                    a = tl.load(w + start + offset, mask=ok[None, :, None], other=0.0)
+                    b = tl.load(x + start + k, mask=ok[:, None], other=0.0)
+                    if GLU:
+                        c = tl.load(w_up + start + offset, mask=ok[None, :, None], other=0.0)
+                b = b.to(tl.float32)[None, :, :]
+                acc += tl.sum(a.to(tl.float32) * b, axis=2)
                 if GLU:
-                    if K % BLOCK_K == 0:
-                        c = tl.load(w_up_tile)
-                    else:
-                        c = tl.load(w_up_tile, mask=ok[None, :], other=0.0)
-                    acc_up += c.to(tl.float32) * b.to(tl.float32)[None, :]
-                x_tile += BLOCK_K
-                w_tile += BLOCK_K
-                w_up_tile += BLOCK_K
+                    acc_up += tl.sum(c.to(tl.float32) * b, axis=2)
             result = tl.sum(acc, axis=1)
             if GLU:
                 result = result / (1.0 + tl.exp(-result)) * tl.sum(acc_up, axis=1)
@@ -110,6 +109,9 @@ def small_tile(
                 result += tl.load(bias + columns, mask=column_ok, other=0.0).to(tl.float32)
         tl.store(out + columns, result.to(out.dtype.element_ty), mask=column_ok)
     else:
+        k = tl.arange(0, BLOCK_K)
+        w_tile = w + channel[:, None] * K + k[None, :]
+        w_up_tile = w_up + channel[:, None] * K + k[None, :]
         tokens = tl.arange(0, TOKENS)
         token_ok = tokens < M
         result = tl.zeros((BLOCK_N, TOKENS), tl.float32)

@@ -35,22 +35,31 @@ def k_small_kernel(
     TOKENS: tl.constexpr,  # 1, or M rounded up to 16, 32, 64
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at most G rounded up to a power of two, unless TOKENS is 1
+    CHUNK: tl.constexpr,  # divides G and K; read if TOKENS is 1
 ):
     """Compute one block of outputs of the drawing above."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = columns < N
     channel = tl.minimum(columns, N - 1).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
     if TOKENS == 1:
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        # CHUNK channels lie in one group, and the mask is read once a chunk: a flag for every
+        # channel would be more loads than the weights are. The next step's flags are under way
+        # while this step's weights are.
+        chunk = tl.arange(0, BLOCK_K // CHUNK) * CHUNK
+        lane = tl.arange(0, CHUNK)
+        acc = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+        on = tl.load(mask + chunk // G, mask=chunk < K, other=0).to(tl.int32) != 0
         for start in range(0, K, BLOCK_K):
-            inside = start + k < K
-            on = tl.load(mask + (start + k) // G, mask=inside, other=0).to(tl.int32) != 0
+            channels = (start + chunk)[:, None] + lane[None, :]
             a = tl.load(
-                w + channel[:, None] * K + (start + k)[None, :], mask=on[None, :], other=0.0
+                w + channel[:, None, None] * K + channels[None, :, :],
+                mask=on[None, :, None],
+                other=0.0,
             )
-            b = tl.load(h + start + k, mask=on, other=0.0)
-            acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+            b = tl.load(h + channels, mask=on[:, None], other=0.0)
+            after = start + BLOCK_K + chunk
+            on = tl.load(mask + after // G, mask=after < K, other=0).to(tl.int32) != 0
+            acc += tl.sum(a.to(tl.float32) * b.to(tl.float32)[None, :, :], axis=2)
         result = tl.sum(acc, axis=1)
         if HAS_BIAS:
             result += tl.load(bias + columns, mask=column_ok, other=0.0).to(tl.float32)
@@ -58,6 +67,7 @@ def k_small_kernel(
             result += tl.load(residual + columns, mask=column_ok, other=0.0).to(tl.float32)
         tl.store(out + columns, result.to(out.dtype.element_ty), mask=column_ok)
     else:
+        k = tl.arange(0, BLOCK_K)
         STEPS_A_GROUP: tl.constexpr = (G + BLOCK_K - 1) // BLOCK_K
         WORDS: tl.constexpr = (GROUPS + 31) // 32
         tokens = tl.arange(0, TOKENS)

@@ -164,11 +164,17 @@ def _small(
             TOKENS=1 if m == 1 else max(16, triton.next_power_of_2(m)),
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
+            CHUNK=small_chunk(k, group_size),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     return y
+
+
+def small_chunk(k: int, group_size: int) -> int:
+    """Channels that share one look at the mask, for one token: at most a 16-byte load of them."""
+    return math.gcd(8, k, group_size)
 
 
 def _given(operand: jax.Array | None, instead: jax.Array) -> jax.Array:

@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.jit import jit
-from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels.norm_route.api import RouterWeights
 
 MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
@@ -187,7 +186,32 @@ def step_kernel(
         tl.store(arrived, 0)
 
 
-def norm_route(
+def few_tokens(
+    x: Float[Array, "M D"],
+    norm_weight: Float[Array, " D"],
+    weights: RouterWeights,
+    counter: Int32[Array, "1"],
+    eps: float,
+    threshold: float,
+) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"], Int32[Array, "1"]]:
+    """See `pallas_kernels.norm_route_step`; up to 64 tokens."""
+    triton_support.require_device("norm_route", current_device().capability)
+    m, rank = x.shape[0], weights.compressor.shape[0]
+    counter, normed, mask, _ = triton_support.launch(
+        step_kernel,
+        [x, norm_weight, *weights],
+        [m],
+        [*_outputs(x, weights), jax.ShapeDtypeStruct((m, rank), jnp.float32)],
+        grid=rank,
+        constants=step_constants(m, x.shape[1], weights, eps, threshold),
+        num_warps=NUM_WARPS,
+        num_stages=2,
+        in_place=[counter],
+    )
+    return normed, mask, counter
+
+
+def many_tokens(
     x: Float[Array, "M D"],
     norm_weight: Float[Array, " D"],
     weights: RouterWeights,
@@ -196,37 +220,28 @@ def norm_route(
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"]]:
     """See `pallas_kernels.norm_route`."""
     triton_support.require_device("norm_route", current_device().capability)
-    m, rank = x.shape[0], weights.compressor.shape[0]
-    out = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
-        jax.ShapeDtypeStruct((m, weights.groups), jnp.bool_),
-    ]
-    if m <= SMALL_TOKENS:
-        _, normed, mask, _ = triton_support.launch(
-            step_kernel,
-            [x, norm_weight, *weights],
-            [m],
-            [*out, jax.ShapeDtypeStruct((m, rank), jnp.float32)],
-            grid=rank,
-            constants=step_constants(m, x.shape[1], weights, eps, threshold),
-            num_warps=NUM_WARPS,
-            num_stages=2,
-            in_place=[jnp.zeros((1,), jnp.int32)],
-        )
-        return normed, mask
+    m = x.shape[0]
     constants = rows_constants(m, x.shape[1], x.dtype.name, weights, eps, threshold)
     parts = split(weights.compressor) if constants["PARTS"] == 3 else weights.compressor
     normed, mask = triton_support.launch(
         rows_kernel,
         [x, norm_weight, parts, *weights[1:]],
         [m],
-        out,
+        _outputs(x, weights),
         grid=math.ceil(m / constants["BLOCK_M"]),
         constants=constants,
         num_warps=NUM_WARPS,
         num_stages=3,
     )
     return normed, mask
+
+
+def _outputs(x: Float[Array, "M D"], weights: RouterWeights) -> list[jax.ShapeDtypeStruct]:
+    """Of normed values and mask."""
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((x.shape[0], weights.groups), jnp.bool_),
+    ]
 
 
 def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:

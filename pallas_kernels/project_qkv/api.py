@@ -46,9 +46,15 @@ def project_qkv(
 
         return run(x, w_q, w_k, w_v, layout, (b_q, b_k, b_v), group_size, config)
     q = gemm_mn(x, w_q, layout, bias=b_q, implementation=chosen)
-    return q, _dense(x, w_k, b_k), _dense(x, w_v, b_v)
+    return q, _whole(x, w_k, b_k, chosen), _whole(x, w_v, b_v, chosen)
 
 
-def _dense(x, w, bias):
-    y = jnp.einsum("mk,nk->mn", x, w)
+def _whole(x, w, bias, implementation: Implementation):
+    """Every channel: float32 sums for the specification, else XLA's product."""
+    if implementation == "reference":
+        wide = {"precision": "highest", "preferred_element_type": jnp.float32}
+        y = jnp.einsum("mk,nk->mn", x, w, **wide)
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        return y.astype(x.dtype)
+    y = jnp.einsum("mk,nk->mn", x, w, precision="highest" if x.dtype == jnp.float32 else None)
     return y if bias is None else y + bias

@@ -64,6 +64,7 @@ def small_build(
         TOKENS=1 if tokens == 1 else max(16, triton.next_power_of_2(tokens)),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        CHUNK=8,
     )
     return k_small_kernel, signature, constants
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import RouterWeights, norm_route
+from pallas_kernels import RouterWeights, norm_route, norm_route_step
 from pallas_kernels._common.cubin import TYPE_NAMES, compile_usage
 from pallas_kernels._common.device import KNOWN_DEVICES
 from pallas_kernels.norm_route.triton import (
@@ -94,6 +94,22 @@ def test_a_token_does_not_depend_on_its_neighbours(m, implementation):
         )
     np.testing.assert_array_equal(whole[1:], spoiled[1:])
     np.testing.assert_array_equal(mask[1:], spoiled_mask[1:])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("m", [1, 64, 65])
+def test_a_counter_serves_call_after_call(m, implementation):
+    x, norm, weights = operands(m, 96, 16, 5, "float32")
+    with running(implementation):
+        wanted = norm_route(x, norm, weights, eps=EPS, implementation=implementation)
+        counter = jnp.zeros((1,), jnp.int32)
+        for _ in range(3):
+            *got, counter = norm_route_step(
+                x, norm, weights, counter, eps=EPS, implementation=implementation
+            )
+            for ours, theirs in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+            assert counter.tolist() == [0]
 
 
 @pytest.mark.usefixtures("unchecked_types")

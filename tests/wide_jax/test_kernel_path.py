@@ -281,6 +281,7 @@ def test_a_dense_step_of_plain_products_builds_no_layout():
             layer=0,
             module="attention",
             groups=2,
+            counter=jnp.zeros((1,), jnp.int32),
         ).layout
 
     assert layout(Kernels(gemm_mn="dense", swiglu_up="dense", gemm_k="dense")) is None
