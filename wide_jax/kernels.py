@@ -6,6 +6,9 @@ specification, what training differentiates, and what a CPU runs. With a `Kernel
 """
 
 import dataclasses
+from typing import Any
+
+import jax
 
 from pallas_kernels._attention.config import AttentionImplementation
 from pallas_kernels.dispatch import Implementation
@@ -50,3 +53,21 @@ class Kernels:
     def plain_products(self) -> bool:
         """Whether every product is named as XLA's: a dense step then needs no layout at all."""
         return {self.gemm_mn, self.swiglu_up, self.gemm_k} == {"dense"}
+
+
+@jax.custom_jvp
+def without_gradient(arrays: Any) -> Any:
+    """The same arrays, for a computation that has no gradient: differentiating by them raises.
+
+    Raises:
+        NotImplementedError: what to do instead, when a derivative is taken.
+    """
+    return arrays
+
+
+@without_gradient.defjvp
+def _no_derivative(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "this model infers on kernels, which have no gradients: to train it, load it with "
+        "kernels=None, or take it off them with wide_jax.engine.use_kernels(model, None)"
+    )
