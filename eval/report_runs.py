@@ -133,6 +133,8 @@ def training_figures(runs: Sequence[TrainingRun], names: Sequence[str]) -> list[
                 source, line = run.last_evaluation
                 points.append((name, Point(line["skip"]["flops"], line[QUALITY], source)))
         series = series_from(points)
+        if len(points) < 2:
+            continue  # the table says it
         found.append(
             Figure(
                 key=file_key("held-out", text),

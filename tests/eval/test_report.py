@@ -203,6 +203,8 @@ def test_training_runs_are_reported_from_their_metrics(tmp_path):
     assert [(p.x, p.y, p.source) for p in losses["a"]][1] == (1, 4.0, "a/metrics.jsonl:2")
     rates = {s.name: [p.y for p in s.points] for s in found["training-skip"].series}
     assert rates["b: ffn"] == [0.0, 0.1, 0.2, 0.3]
+    alone = figures(load_runs(runs[:1]))
+    assert [figure.key for figure in alone] == ["training-loss", "training-skip"]
     text = write_report(runs, tmp_path / "out").read_text()
     row = next(line for line in text.splitlines() if "a/metrics.jsonl:7" in line)
     for cell in ("a", "wide, stage 1, G 128, separate, 25 %", "64", "held.txt", "250", "25.0%"):
