@@ -6,10 +6,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # JAX's CUDA plugin, Triton and jax-triton come only where there is an NVIDIA driver to use them.
 RUN_EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),[gpu])
 
-.PHONY: help demo test lint types test-ends parity clean
+.PHONY: help demo study test lint types test-ends parity clean
 
 help:
 	@echo "make demo       the whole job on a real model, on this machine (about 10 minutes on 2 cores)"
+	@echo "make study      the study: trains and measures what is not in the results yet (ARGS=--dry-run)"
 	@echo "make test       every test (no network, no GPU)"
 	@echo "make lint       style"
 	@echo "make types      types"
@@ -18,6 +19,12 @@ help:
 
 demo: $(VENV)/.run
 	$(BIN)/wide demo $(ARGS)
+
+# Runs go to STUDY, results to eval/results/study.jsonl, what they say to docs/study.md.
+STUDY ?= ../study
+study: $(VENV)/.study
+	$(BIN)/python -m eval.study --out "$(STUDY)" $(ARGS)
+	$(BIN)/python -m eval.study.document
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -48,6 +55,10 @@ $(VENV)/bin/python:
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV) (pinned ranges, no torch)"
 	@$(PIP) --editable '.$(RUN_EXTRAS)'
+	@touch $@
+
+$(VENV)/.study: $(VENV)/.run
+	@$(PIP) --editable '.[eval]'
 	@touch $@
 
 # The CUDA plugin is there only to lower kernels for absent cards (jax-triton's lowering rules live

@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = None
     if args.budget_minutes is not None:
         deadline = time.monotonic() + 60 * args.budget_minutes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends jobs too
     outcome = run(
         left,
         args,

@@ -42,8 +42,8 @@ OnRecord = Callable[[UpdateRecord], None]
 def make(row: Row, settings: Settings, console: Console) -> None:
     """Train the row, or set its thresholds; a training that was cut short goes on.
 
-    Of several processes one trains at a time: the others wait after their first update, by which
-    they have compiled.
+    Of several processes one trains at a time, so that rows are finished one after the other: the
+    others wait after their first update, by which they have compiled.
     """
     if settings.is_made(row):
         return
@@ -54,10 +54,11 @@ def make(row: Row, settings: Settings, console: Console) -> None:
     with (settings.out / "training.lock").open("w") as lock:  # closing it frees the device
         stage1 = None if row.parent is None else settings.folder(row.parent)
 
-        def wait(record: UpdateRecord) -> None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # at once where it is held already
+        def take_turns(record: UpdateRecord) -> None:
+            last = record.update + 1 == row.updates
+            fcntl.flock(lock, fcntl.LOCK_UN if last else fcntl.LOCK_EX)  # held already: at once
 
-        train(row, settings, console, settings.folder(row), on_record=wait, stage1=stage1)
+        train(row, settings, console, settings.folder(row), on_record=take_turns, stage1=stage1)
 
 
 def rehearse(row: Row, settings: Settings, console: Console) -> None:

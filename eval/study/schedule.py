@@ -6,8 +6,9 @@ file and the run folders.
 """
 
 import dataclasses
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from eval.study.plan import Row
@@ -161,49 +162,67 @@ def run(
     """
     begun, left = clock(), list(jobs)
     outcome = Outcome([], [], [])
-    running: dict[Job, tuple[Running, float, bool]] = {}
-    rehearsed: set[Job] = set()
-    while left or running:
-        if deadline is not None and clock() >= deadline:
-            say(f"{clock() - begun:.0f} s: the time is over")
-            break
-        for job, (process, since, rehearsal) in list(running.items()):
-            code = process.poll()
-            if code is None:
-                continue
-            del running[job]
-            what = f"{'rehearsed ' if rehearsal else ''}{job.name}"
-            ended = "done" if code == 0 else f"FAILED with code {code}, see its log"
-            say(f"{clock() - begun:.0f} s: {what} {ended} ({clock() - since:.0f} s)")
-            if not rehearsal:
-                (outcome.finished if code == 0 else outcome.failed).append(job)
-        for job in list(left):
-            if len(running) >= slots:
+    rehearsed = set(jobs) if slots == 1 else set[Job]()  # alone, it would only cost time
+    running: dict[Job, _Started] = {}
+
+    def tell(line: str) -> None:
+        say(f"{clock() - begun:.0f} s: {line}")
+
+    try:
+        while left or running:
+            if deadline is not None and clock() >= deadline:
+                tell("the time is over")
                 break
-            if job in running or any(other.row.id == job.row.id for other in running):
-                continue
-            rehearsal = not is_ready(job, settings)
-            if rehearsal and (not job.core or job in rehearsed or slots == 1):
-                continue
-            running[job] = (start(job, rehearsal), clock(), rehearsal)
-            if rehearsal:
-                rehearsed.add(job)
-            else:
-                left.remove(job)
-            say(f"{clock() - begun:.0f} s: {'rehearsing ' if rehearsal else ''}{job.name} ...")
-        if not running:
-            break  # what is left waits for jobs that failed
-        time.sleep(pause)
-    _end(running)
-    outcome.left = [job for job, (_, _, rehearsal) in running.items() if not rehearsal] + left
+            for job, started in list(running.items()):
+                if (code := started.process.poll()) is not None:
+                    del running[job]
+                    ended = "done" if code == 0 else f"FAILED with code {code}, see its log"
+                    tell(f"{started.what} {ended} ({clock() - started.since:.0f} s)")
+                    if not started.rehearsal:
+                        (outcome.finished if code == 0 else outcome.failed).append(job)
+            while len(running) < slots:
+                job = next((j for j in left if _may_start(j, running, rehearsed, settings)), None)
+                if job is None:
+                    break
+                rehearsal = not is_ready(job, settings)
+                (rehearsed.add if rehearsal else left.remove)(job)
+                running[job] = _Started(job, start(job, rehearsal), clock(), rehearsal)
+                tell(f"{running[job].what} ...")
+            if not running:
+                break  # what is left waits for jobs that failed
+            time.sleep(pause)
+    finally:
+        _end([started.process for started in running.values()])
+    outcome.left = [job for job, started in running.items() if not started.rehearsal] + left
     return outcome
 
 
-def _end(running: dict[Job, tuple[Running, float, bool]]) -> None:
-    for process, _, _ in running.values():
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    job: Job
+    process: Running
+    since: float
+    rehearsal: bool
+
+    @property
+    def what(self) -> str:
+        return f"{'rehearsal of ' if self.rehearsal else ''}{self.job.name}"
+
+
+def _may_start(
+    job: Job, running: Collection[Job], rehearsed: Collection[Job], settings: Settings
+) -> bool:
+    """Whether the job, or its rehearsal, can start: no other of its row runs."""
+    if any(other.row.id == job.row.id for other in running):
+        return False
+    return is_ready(job, settings) or (job.core and job not in rehearsed)
+
+
+def _end(processes: Sequence[Running]) -> None:
+    for process in processes:
         process.terminate()
-    for process, _, _ in running.values():
+    for process in processes:
         try:
             process.wait(timeout=10)
-        except Exception:
+        except subprocess.TimeoutExpired:
             process.kill()

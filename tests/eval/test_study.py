@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval.records import read_records
-from eval.study import schedule
+from eval.records import ACCOUNTING, append_record, read_records
+from eval.study import document, schedule
+from eval.study.__main__ import main
+from eval.study.figures import figures
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
-from eval.study.plan import Recipe, Row, plan
+from eval.study.plan import TASKS, Recipe, Row, plan
+from eval.study.results import read
 from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
 from eval.study.settings import Measured, Settings, parts_of
 from tests.eval.conftest import tiny_model
@@ -321,20 +324,113 @@ def test_models_that_are_gone_are_made_again_but_not_measured_again(empty):
     assert missing(jobs, empty)[0] == Job(ROWS[WIDE], "perplexity")
 
 
-def test_the_command_starts_jobs_and_says_what_is_left(settings, tmp_path):
-    arguments = [sys.executable, "-m", "eval.study", "--out", str(tmp_path), "--only", "dense"]
-    arguments += ["--parts", "errors", "--record", str(tmp_path / "study.jsonl")]
+def test_the_command_starts_jobs_and_says_what_is_left(settings, tmp_path, capsys):
+    arguments = ["--out", str(tmp_path), "--record", str(tmp_path / "study.jsonl")]
+    arguments += ["--only", "dense", "--parts", "perplexity"]
     for name in ("model", "data_dir", "calibration", "text", "window", "max_windows"):
         arguments += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
-    dry = subprocess.run([*arguments, "--dry-run"], capture_output=True, text=True, check=True)
-    assert "1 of 1 jobs are left" in dry.stdout
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "1 of 1 jobs are left" in capsys.readouterr().out
+    command = [sys.executable, "-m", "eval.study", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "dense.perplexity done" in done.stdout
     [(_, record)] = read_records(tmp_path / "study.jsonl")
     assert record["row"] == "dense"
     assert record["command"].endswith("--job dense.perplexity")
+    assert main(arguments) == 0
+    assert "0 of 1 jobs are left" in capsys.readouterr().out
 
 
 def test_a_row_says_how_it_was_made():
     row = Row(wave=1, method="wide", ffn_group=64, attn_group=3, budget="flops", target=0.5)
     assert row.recipe()["budget"] == "flops"
+
+
+def entry(row, part, task, metric, value, stderr=0.01, **more):
+    """A record as the study writes it, with made-up figures."""
+    return {
+        "suite": "study", "time": "", "commit": "c" * 40, "command": "", "device": "card",
+        "device_count": 1, "versions": {"jax": "1"}, "model": row.id, "task": task,
+        "metric": metric, "value": value, "stderr": stderr, "n": 500,
+        "accounting": dict.fromkeys(ACCOUNTING, row.target or 0.0), "recipe": row.recipe(),
+        "seed": row.seed, "updates": row.updates, "row": row.id, "part": part, "settings": {},
+        "layers": {"attention": [0.4, 0.6], "ffn": [0.5, 0.5]}, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def study_file(tmp_path):
+    """Results of five rows: dense, one WIDE row of three seeds, and a shorter run of it."""
+    rows = {row.id: row for row in (*plan(), *plan(Recipe(updates=300)))}
+    wide = "wide-g64-h3-separate-50-s1-u"
+    lines = []
+    for name, perplexity in (
+        ("dense", 20.0),
+        (wide + "500", 40.0),
+        (wide + "500-seed1", 44.0),
+        (wide + "500-seed2", 36.0),
+        (wide + "300", 60.0),
+    ):
+        lines.append(
+            entry(rows[name], "perplexity", "wikitext2", "token_perplexity", perplexity, 0.5)
+        )
+    for name, accuracy in (("dense", 0.5), (wide + "500", 0.4)):
+        lines += [entry(rows[name], "tasks", t, m, accuracy, 0.02) for t, m in TASKS.items()]
+    file = tmp_path / "study.jsonl"
+    for line in lines:
+        append_record(file, line)
+    return file
+
+
+def test_the_document_says_what_the_records_say(study_file, tmp_path):
+    template = "# T\n\n" + "\n\n".join(
+        f"<!-- {name} -->" for name in ("headline", "groups", "seeds", "not_run", "figure_loss")
+    )
+    (tmp_path / "t.md").write_text(template)
+    document.main(
+        document.Args(record=study_file, template=tmp_path / "t.md", out=tmp_path / "study.md")
+    )
+    text = (tmp_path / "study.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    headline = text.partition("| row | seeds")[0]
+    [wide] = [line for line in headline.splitlines() if "50-s1-u500`" in line and "|" in line]
+    cells = [cell.strip() for cell in wide.split("|")[1:-1]]
+    mean_error = 1.96 * 0.02 / 7**0.5
+    retained = 1.96 * 0.8 * ((0.02 / 7**0.5 / 0.4) ** 2 + (0.02 / 7**0.5 / 0.5) ** 2) ** 0.5
+    assert cells[1:5] == [
+        "40.00 ± 0.98",
+        "2.00",
+        f"40.0 ± {100 * mean_error:.1f}",
+        f"80.0 ± {100 * retained:.1f}",
+    ]
+    assert "`wide-g64-h3-separate-50-s1-u300`" in rows  # a shorter run is a row of its own
+    assert document.NOTHING in text  # no group sizes
+    assert "0, 1, 2 | 40.00, 44.00, 36.00" in text
+    assert "- `wide-g64-h3-separate-50-s1-u500`: errors, whole_tasks" in text
+    assert "- `dense`: whole_tasks, generation" in text
+    assert "- `depth-separate-50-s1-u500`: perplexity, tasks, errors" in text
+    assert "![WikiText-2: loss and sparsity](study/loss.svg)" in text
+    assert (tmp_path / "study" / "loss.svg").exists()
+
+
+def test_every_figures_points_name_their_lines(study_file):
+    found = {figure.key: figure for figure in figures(read(study_file))}
+    assert found.keys() == {"loss", "tasks", "allocation"}
+    dense = next(s for s in found["loss"].series if s.name == "dense")
+    assert dense.points[0].source == "study.jsonl:1"
+    assert dense.points[0].y == pytest.approx(np.log(20.0))
+    assert {s.name for s in found["allocation"].series} == {
+        f"wide, stage 1{length}: {module}"
+        for length in ("", ", 300 updates")
+        for module in ("attention", "ffn")
+    }
+
+
+def test_a_mark_that_nothing_belongs_to_is_refused(study_file):
+    with pytest.raises(ValueError, match="asks for 'nothing'"):
+        document.render("<!-- nothing -->", read(study_file), {})
+
+
+def test_the_documents_own_template_is_whole(study_file):
+    template = (Path(document.__file__).parents[2] / "docs" / "study.in.md").read_text()
+    assert "<!--" not in document.render(template, read(study_file), {}).replace("<!-- Made by", "")

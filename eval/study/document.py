@@ -1,0 +1,246 @@
+"""docs/study.md from the results: `python -m eval.study.document`.
+
+The paragraphs are written by hand in a template; tables, figures and lists are put in where it says
+`<!-- name -->`. Nothing is measured or typed in here, and a row without results is listed as such.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tyro
+
+from eval.report import draw
+from eval.study.figures import figures
+from eval.study.plan import GENERATION, TASKS, Row, plan
+from eval.study.results import Result, Results, Value, planned, read, retention
+from eval.study.settings import parts_of
+
+Z = 1.96  # of a 95 % interval
+MARK = re.compile(r"^<!-- (\w+) -->$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Write the study's document and figures from its results."""
+
+    record: Path = Path("eval/results/study.jsonl")
+    template: Path = Path("docs/study.in.md")
+    out: Path = Path("docs/study.md")
+    """Figures go into a folder of the same name beside it."""
+
+
+def interval(found: Value | None, digits: int = 2, scale: int = 1) -> str:
+    """`12.3 ± 0.4`, the latter half a 95 % interval; nothing for no value."""
+    if found is None:
+        return ""
+    text = _number(scale * found.value, digits)
+    if found.stderr is None:
+        return text
+    return f"{text} ± {_number(scale * Z * found.stderr, digits)}"
+
+
+def _number(value: float, digits: int) -> str:
+    if abs(value) >= 10_000:
+        return f"{value:.3g}"
+    return f"{value:,.{max(0, digits - (abs(value) >= 1_000) - (abs(value) >= 100))}f}"
+
+
+def table(results: Results, rows: Sequence[Row]) -> str:
+    """The rows that have results: quality beside what was skipped for it."""
+    dense = results.get("dense")
+    dense_mean = None if dense is None else dense.mean()
+    lines = [
+        "| row | perplexity | times dense | mean of 7 tasks, % | of dense, % | FLOPs | attention | "
+        "FFN | paper mean |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        result = results.get(row.id)
+        if result is None or result.perplexity is None or result.accounting is None:
+            continue
+        times = ""
+        if dense is not None and dense.perplexity is not None:
+            times = f"{result.perplexity.value / dense.perplexity.value:,.2f}"
+        mean, skipped = result.mean(), result.accounting
+        cells = [
+            f"`{row.id}`",
+            interval(result.perplexity),
+            times,
+            interval(mean, 1, 100),
+            interval(retention(mean, dense_mean), 1, 100),
+            *(f"{100 * skipped[name]:.1f}" for name in ("flops", "attention", "ffn", "paper")),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
+NOTHING = "*Nothing of this has been run yet.*"
+
+
+def task_table(results: Results, rows: Sequence[Row], part: str = "tasks") -> str:
+    """Accuracy of every task, in %."""
+    lines = [
+        "| row | " + " | ".join(TASKS) + " | mean |",
+        "|---" * (len(TASKS) + 2) + "|",
+    ]
+    for row in rows:
+        result = results.get(row.id)
+        if result is None or not any(result.task(task, part) for task in TASKS):
+            continue
+        cells = [interval(result.task(task, part), 1, 100) for task in TASKS]
+        lines.append(
+            f"| `{row.id}` | " + " | ".join([*cells, interval(result.mean(part), 1, 100)]) + " |"
+        )
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
+def generation_table(results: Results) -> str:
+    """GSM8K by its two ways of reading an answer, in %."""
+    lines = ["| row | metric | exact match, % |", "|---|---|---|"]
+    for name, result in results.items():
+        for (part, task, metric), record in result.records.items():
+            if (part, task) == ("generation", GENERATION):
+                value = Value(record["value"], record["stderr"])
+                lines.append(f"| `{name}` | {metric} | {interval(value, 1, 100)} |")
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
+def seed_table(results: Results) -> str:
+    """Rows that differ in nothing but the seed: the spread of their perplexities."""
+    groups: dict[str, list[Result]] = {}
+    for result in results.values():
+        if result.row.stage and result.perplexity is not None:
+            same = dataclasses.replace(result.row, seed=0).id
+            groups.setdefault(same, []).append(result)
+    lines = [
+        "| row | seeds | perplexities | mean loss, nats | deviation |",
+        "|---|---|---|---|---|",
+    ]
+    for name, members in groups.items():
+        if len(members) < 2:
+            continue
+        members.sort(key=lambda r: r.row.seed or 0)
+        losses = [r.loss.value for r in members if r.loss is not None]
+        mean = sum(losses) / len(losses)
+        spread = math.sqrt(sum((x - mean) ** 2 for x in losses) / (len(losses) - 1))
+        seeds = ", ".join(str(r.row.seed) for r in members)
+        listed = ", ".join(interval(r.perplexity).partition(" ")[0] for r in members)
+        lines.append(f"| `{name}` | {seeds} | {listed} | {mean:.3f} | {spread:.3f} |")
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
+def savings_table(results: Results) -> str:
+    """The baseline without training: what its masks skip, and what it could really save."""
+    lines = [
+        "| row | perplexity | FLOPs skipped, % | FLOPs it can save, % |",
+        "|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        found = result.part("perplexity")
+        if found is not None and found.get("savable_flops") is not None:
+            skipped = 100 * found["accounting"]["flops"]
+            lines.append(
+                f"| `{name}` | {interval(result.perplexity)} | {skipped:.1f} | "
+                f"{100 * found['savable_flops']:.1f} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
+def not_run(results: Results) -> str:
+    """Every row of the plan with a part that has no result."""
+    lines = []
+    for row in plan():
+        known = {key[0] for key in results[row.id].records} if row.id in results else set()
+        left = [part for part in parts_of(row) if part not in known]
+        if left:
+            lines.append(f"- `{row.id}`: {', '.join(left)}")
+    return "\n".join(lines) if lines else "Every row of the plan has been run."
+
+
+def measured_on(results: Results) -> str:
+    """Devices, versions, commits and settings of the records, each once."""
+    lines: dict[str, None] = {}
+    for result in results.values():
+        for r in result.records.values():
+            versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if v)
+            where = f"{r['device']} x {r['device_count']}, commit {(r['commit'] or 'unknown')[:12]}"
+            lines[f"- {where}, {versions}; {json.dumps(r['settings'])}"] = None
+    return "\n".join(lines) if lines else NOTHING
+
+
+SECTIONS = {  # waves of the plan
+    "headline": (1, 2),
+    "groups": (3,),
+    "budgets": (4,),
+    "heads": (5,),
+    "targets": (6,),
+    "distillation": (7,),
+    "long": (9,),
+}
+
+
+def section(results: Results, rows: Sequence[Row], waves: Sequence[int]) -> str:
+    """The table of some waves; after the first ones, beside dense and the headline WIDE rows."""
+    own = [row for row in rows if row.wave in waves]
+    if not any(row.id in results for row in own):
+        return NOTHING
+    beside = [row for row in rows if row.wave == 1 and row.method in ("dense", "wide")]
+    return table(results, [*(row for row in beside if row not in own), *own])
+
+
+def render(template: str, results: Results, drawn: Mapping[str, str]) -> str:
+    """The document: the template with its marks filled in.
+
+    Args:
+        template: with marks `<!-- name -->` on lines of their own.
+        results: by row id.
+        drawn: figures by key, each as Markdown.
+
+    Raises:
+        ValueError: a mark that nothing belongs to.
+    """
+    rows = planned(r for result in results.values() for r in result.records.values())
+    blocks: dict[str, str] = {
+        name: section(results, rows, waves) for name, waves in SECTIONS.items()
+    }
+    first = [row for row in rows if row.wave <= 2]
+    blocks |= {
+        "generated": "<!-- Made by python -m eval.study.document: edit docs/study.in.md. -->",
+        "task_table": task_table(results, first),
+        "whole_task_table": task_table(results, rows, "whole_tasks"),
+        "generation": generation_table(results),
+        "seeds": seed_table(results),
+        "savings": savings_table(results),
+        "not_run": not_run(results),
+        "measured_on": measured_on(results),
+    }
+    keys = ("loss", "tasks", "groups", "allocation", "errors")
+    blocks |= {f"figure_{key}": drawn.get(key, NOTHING) for key in keys}
+
+    def fill(mark: re.Match[str]) -> str:
+        if mark[1] not in blocks:
+            raise ValueError(f"the template asks for {mark[1]!r}; there are {', '.join(blocks)}")
+        return blocks[mark[1]]
+
+    return MARK.sub(fill, template)
+
+
+def main(args: Args) -> None:
+    """Read, draw, write."""
+    results = read(args.record)
+    folder = args.out.with_suffix("")
+    drawn = {}
+    for figure in figures(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        draw(figure, folder / f"{figure.key}.svg")
+        drawn[figure.key] = f"![{figure.title}]({folder.name}/{figure.key}.svg)"
+    text = render(args.template.read_text(encoding="utf-8"), results, drawn)
+    args.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

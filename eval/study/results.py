@@ -1,0 +1,111 @@
+"""What the results file says of every row: its figures with their standard errors."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.records import read_records
+from eval.study.plan import TASKS, Recipe, Row, plan
+
+Key = tuple[str, str, str]  # part, task, metric
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A figure and its standard error (None: not known)."""
+
+    value: float
+    stderr: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What is known of a row, from its last record of each kind."""
+
+    row: Row
+    records: dict[Key, dict[str, Any]]
+    sources: dict[Key, str]  # file:line of each
+
+    def part(self, part: str) -> dict[str, Any] | None:
+        """The record of a part that has one."""
+        return next((r for key, r in self.records.items() if key[0] == part), None)
+
+    def source(self, part: str) -> str:
+        """Where that record is."""
+        return next(s for key, s in self.sources.items() if key[0] == part)
+
+    @property
+    def perplexity(self) -> Value | None:
+        """Token perplexity of WikiText-2."""
+        found = self.part("perplexity")
+        return None if found is None else Value(found["value"], found["stderr"])
+
+    @property
+    def loss(self) -> Value | None:
+        """Its logarithm, nats a token."""
+        found = self.perplexity
+        if found is None:
+            return None
+        error = None if found.stderr is None else found.stderr / found.value
+        return Value(math.log(found.value), error)
+
+    def task(self, task: str, part: str = "tasks") -> Value | None:
+        """The task's accuracy by the metric that the field reports."""
+        found = self.records.get((part, task, TASKS[task]))
+        return None if found is None else Value(found["value"], found["stderr"])
+
+    def mean(self, part: str = "tasks") -> Value | None:
+        """The mean of the seven tasks; None unless all are there."""
+        found = [self.task(task, part) for task in TASKS]
+        known = [value for value in found if value is not None]
+        if len(known) < len(found):
+            return None
+        spread = math.sqrt(sum((value.stderr or 0.0) ** 2 for value in known))
+        return Value(sum(v.value for v in known) / len(known), spread / len(known))
+
+    @property
+    def accounting(self) -> Mapping[str, float] | None:
+        """What was skipped on WikiText-2."""
+        found = self.part("perplexity")
+        return None if found is None else found["accounting"]
+
+
+Results = Mapping[str, Result]
+
+
+def read(record: Path) -> Results:
+    """Results by row id, of the rows of every recipe that the records name."""
+    entries: list[tuple[str, dict[str, Any]]] = []
+    if record.exists():
+        entries = [(f"{record.name}:{n}", r) for n, r in read_records(record)]
+    rows = {row.id: row for row in planned(r for _, r in entries)}
+    found: dict[str, Result] = {}
+    for source, entry in entries:
+        if entry["row"] not in rows:
+            raise ValueError(f"{record}: {source} is of row {entry['row']!r}, which no plan has")
+        result = found.setdefault(entry["row"], Result(rows[entry["row"]], {}, {}))
+        key = (entry["part"], entry["task"], entry["metric"])
+        result.records[key], result.sources[key] = entry, source
+    return found
+
+
+def planned(records: Iterable[Mapping[str, Any]] = ()) -> tuple[Row, ...]:
+    """The plan's rows, and those of the shorter or longer runs that have been made of it."""
+    default = Recipe()
+    lengths = {r["updates"] for r in records if r["updates"] is not None}
+    lengths -= {default.updates, default.long_updates}
+    every = {row.id: row for row in plan(default)}
+    for updates in sorted(lengths):
+        every |= {row.id: row for row in plan(dataclasses.replace(default, updates=updates))}
+    return tuple(every.values())
+
+
+def retention(value: Value | None, dense: Value | None) -> Value | None:
+    """Of the dense figure, as a fraction; both errors count, as if they were independent."""
+    if value is None or dense is None:
+        return None
+    ratio = value.value / dense.value
+    errors = [(v.stderr or 0.0) / v.value if v.value else 0.0 for v in (value, dense)]
+    return Value(ratio, ratio * math.hypot(*errors))
