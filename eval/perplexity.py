@@ -76,6 +76,7 @@ class PerplexityResult:
     byte_perplexity: float
     bits_per_byte: float
     token_perplexity_stderr: float | None  # from the spread of the windows; None below two
+    window_losses: tuple[float, ...]  # nats over each window's scored tokens, to compare models by
     accounting: Accounting
 
     def line(self) -> str:
@@ -94,6 +95,7 @@ class PerplexityResult:
         return dataclasses.asdict(self) | {
             "config": config,
             "accounting": self.accounting.to_json(),
+            "window_losses": list(self.window_losses),
         }
 
 
@@ -186,6 +188,7 @@ def _result(
         byte_perplexity=_perplexity(whole, text.bytes),
         bits_per_byte=whole / text.bytes / math.log(2),
         token_perplexity_stderr=stderr,
+        window_losses=tuple(losses.tolist()),
         accounting=ran.accounting(model),
     )
 

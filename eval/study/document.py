@@ -14,9 +14,18 @@ from pathlib import Path
 import tyro
 
 from eval.report import draw
-from eval.study.figures import figures
+from eval.study.figures import figures, ordinary
 from eval.study.plan import GENERATION, TASKS, Row, plan
-from eval.study.results import Result, Results, Value, planned, read, retention
+from eval.study.results import (
+    Result,
+    Results,
+    Value,
+    bootstrap,
+    difference,
+    planned,
+    read,
+    retention,
+)
 from eval.study.settings import parts_of
 
 Z = 1.96  # of a 95 % interval
@@ -68,7 +77,7 @@ def table(results: Results, rows: Sequence[Row]) -> str:
         mean, skipped = result.mean(), result.accounting
         cells = [
             f"`{row.id}`",
-            interval(result.perplexity),
+            perplexity_interval(result),
             times,
             interval(mean, 1, 100),
             interval(retention(mean, dense_mean), 1, 100),
@@ -133,6 +142,77 @@ def seed_table(results: Results) -> str:
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
+def perplexity_interval(result: Result) -> str:
+    """`21.8 (20.1 to 23.5)`: a 95 % interval by bootstrap over the windows."""
+    found, losses = result.perplexity, result.window_losses
+    if found is None or losses is None:
+        return ""
+    low, high = (_number(math.exp(bound), 2) for bound in bootstrap(losses))
+    return f"{_number(found.value, 2)} ({low} to {high})"
+
+
+def comparison_table(results: Results) -> str:
+    """Pairs of rows of one target, stage and length: whose loss is lower, window by window."""
+    lines = [
+        "| row | against | difference of loss, nats | FLOPs skipped, % |",
+        "|---|---|---|---|",
+    ]
+    for result in results.values():
+        for other in _rivals(result.row, results):
+            found = difference(result, other)
+            shares = [r.accounting for r in (result, other)]
+            if found is None:
+                continue
+            skipped = [f"{100 * share['flops']:.1f}" for share in shares if share is not None]
+            lines.append(
+                f"| `{result.row.id}` | `{other.row.id}` | {found.value:+.3f} "
+                f"({found.low:+.3f} to {found.high:+.3f}) | {' / '.join(skipped)} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
+def _rivals(row: Row, results: Results) -> list[Result]:
+    """What an ordinary WIDE row is compared with: other methods, and its own stage 1."""
+    if row.method != "wide" or not ordinary(row):
+        return []
+    alike = [
+        other
+        for other in results.values()
+        if other.row.method in ("depth", "static", "layer")
+        and ordinary(other.row)
+        and (other.row.target, other.row.stage) == (row.target, row.stage)
+        and other.row.updates == row.updates
+    ]
+    if row.stage == 1:
+        alike += [
+            other
+            for other in results.values()
+            if other.row.method == "threshold" and other.row.target == row.target
+        ]
+    if row.parent is not None and row.parent.id in results:
+        alike.append(results[row.parent.id])
+    return alike
+
+
+def errors_table(results: Results) -> str:
+    """Distance from the dense model: mean over layers of each sublayer's, and the stream's end."""
+    lines = [
+        "| row | attention, mean | FFN, mean | stream at a third | at two thirds | at the end | "
+        "cosine at the end |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        found = result.part("errors")
+        if found is None:
+            continue
+        errors, stream = found["errors"], found["errors"]["stream"]
+        means = [sum(errors[part]) / len(errors[part]) for part in ("attention", "ffn")]
+        places = [stream[len(stream) * third // 3 - 1] for third in (1, 2, 3)]
+        cells = [f"{value:.3f}" for value in (*means, *places, found["cosines"]["stream"][-1])]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
 def savings_table(results: Results) -> str:
     """The baseline without training: what its masks skip, and what it could really save."""
     lines = [
@@ -144,7 +224,7 @@ def savings_table(results: Results) -> str:
         if found is not None and found.get("savable_flops") is not None:
             skipped = 100 * found["accounting"]["flops"]
             lines.append(
-                f"| `{name}` | {interval(result.perplexity)} | {skipped:.1f} | "
+                f"| `{name}` | {perplexity_interval(result)} | {skipped:.1f} | "
                 f"{100 * found['savable_flops']:.1f} |"
             )
     return "\n".join(lines) if len(lines) > 2 else NOTHING
@@ -215,6 +295,8 @@ def render(template: str, results: Results, drawn: Mapping[str, str]) -> str:
         "generation": generation_table(results),
         "seeds": seed_table(results),
         "savings": savings_table(results),
+        "comparisons": comparison_table(results),
+        "errors": errors_table(results),
         "not_run": not_run(results),
         "measured_on": measured_on(results),
     }

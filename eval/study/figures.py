@@ -29,7 +29,7 @@ def _curve(
     lines: dict[str, list[Point]] = {}
     for result in results.values():
         row, found = result.row, value(result)
-        if found is None or result.accounting is None or not _ordinary(row):
+        if found is None or result.accounting is None or not ordinary(row):
             continue
         part = "perplexity"
         point = Point(result.accounting["flops"], found.value, result.source(part), found.stderr)
@@ -43,7 +43,7 @@ def _groups(results: Results) -> Figure:
     for result in results.values():
         row, loss = result.row, result.loss
         plain = dataclasses.replace(row, ffn_group=Recipe().group)
-        if row.method != "wide" or loss is None or not _ordinary(plain) or row.target != 0.5:
+        if row.method != "wide" or loss is None or not ordinary(plain) or row.target != 0.5:
             continue
         assert row.ffn_group is not None
         point = Point(row.ffn_group, loss.value, result.source("perplexity"), loss.stderr)
@@ -64,7 +64,7 @@ def _layers(
 ) -> Figure:
     series = []
     for result in results.values():
-        if result.row.target != 0.5 or not _ordinary(result.row):
+        if result.row.target != 0.5 or not ordinary(result.row):
             continue
         for name, (numbers, source) in values(result).items():
             points = tuple(Point(layer, y, source) for layer, y in enumerate(numbers))
@@ -85,7 +85,7 @@ def _stream(result: Result) -> Mapping[str, tuple[Sequence[float], str]]:
     return {} if found is None else {"": (found["errors"]["stream"], result.source("errors"))}
 
 
-def _ordinary(row: Row) -> bool:
+def ordinary(row: Row) -> bool:
     """Whether nothing but method, stage, target and length sets the row apart."""
     recipe = Recipe()
     sizes = row.ffn_group in (None, recipe.group) and row.attn_group in (None, recipe.heads)

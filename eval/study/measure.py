@@ -63,6 +63,7 @@ def _perplexity(row: Row, loaded: Loaded, settings: Settings, console: Console) 
         accounting=result.accounting,
         word_perplexity=result.word_perplexity,
         windows=result.windows,
+        window_losses=list(result.window_losses),
     )
 
 

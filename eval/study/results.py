@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eval.records import read_records
 from eval.study.plan import TASKS, Recipe, Row, plan
 
@@ -66,6 +68,14 @@ class Result:
         return Value(sum(v.value for v in known) / len(known), spread / len(known))
 
     @property
+    def window_losses(self) -> np.ndarray | None:
+        """Mean loss of every window, nats a token; all windows are of one length."""
+        found = self.part("perplexity")
+        if found is None:
+            return None
+        return np.asarray(found["window_losses"]) * found["windows"] / found["n"]
+
+    @property
     def accounting(self) -> Mapping[str, float] | None:
         """What was skipped on WikiText-2."""
         found = self.part("perplexity")
@@ -109,3 +119,29 @@ def retention(value: Value | None, dense: Value | None) -> Value | None:
     ratio = value.value / dense.value
     errors = [(v.stderr or 0.0) / v.value if v.value else 0.0 for v in (value, dense)]
     return Value(ratio, ratio * math.hypot(*errors))
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One row's loss minus another's on the same windows, nats a token, with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def difference(one: Result, other: Result) -> Difference | None:
+    """Window by window, so that what makes a window hard for both drops out; by bootstrap."""
+    first, second = one.window_losses, other.window_losses
+    if first is None or second is None or len(first) != len(second):
+        return None
+    gaps = first - second
+    low, high = bootstrap(gaps)
+    return Difference(float(gaps.mean()), low, high)
+
+
+def bootstrap(values: np.ndarray, *, samples: int = 4_000, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean: 2.5th and 97.5th percentile over resampled windows."""
+    drawn = np.random.default_rng(seed).integers(0, len(values), (samples, len(values)))
+    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)

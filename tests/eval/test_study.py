@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from eval.study.figures import figures
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
-from eval.study.results import read
+from eval.study.results import bootstrap, difference, read
 from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
 from eval.study.settings import Measured, Settings, parts_of
 from tests.eval.conftest import tiny_model
@@ -371,8 +372,13 @@ def study_file(tmp_path):
         (wide + "500-seed2", 36.0),
         (wide + "300", 60.0),
     ):
+        hard = 500 * np.log(perplexity) / 4 + np.array([30.0, 10.0, -10.0, -30.0])
         lines.append(
-            entry(rows[name], "perplexity", "wikitext2", "token_perplexity", perplexity, 0.5)
+            entry(
+                *(rows[name], "perplexity", "wikitext2", "token_perplexity", perplexity, 0.5),
+                window_losses=hard.tolist(),
+                windows=4,
+            )
         )
     for name, accuracy in (("dense", 0.5), (wide + "500", 0.4)):
         lines += [entry(rows[name], "tasks", t, m, accuracy, 0.02) for t, m in TASKS.items()]
@@ -397,8 +403,11 @@ def test_the_document_says_what_the_records_say(study_file, tmp_path):
     cells = [cell.strip() for cell in wide.split("|")[1:-1]]
     mean_error = 1.96 * 0.02 / 7**0.5
     retained = 1.96 * 0.8 * ((0.02 / 7**0.5 / 0.4) ** 2 + (0.02 / 7**0.5 / 0.5) ** 2) ** 0.5
-    assert cells[1:5] == [
-        "40.00 ± 0.98",
+    # Windows at ±0.24 and ±0.08 nats: their mean's deviation is 0.0894.
+    value, low, high = (float(n) for n in re.findall(r"[0-9.]+", cells[1]))
+    assert value == 40.0
+    assert (low, high) == pytest.approx([40 * np.exp(s * 1.96 * 0.0894) for s in (-1, 1)], abs=1)
+    assert cells[2:5] == [
         "2.00",
         f"40.0 ± {100 * mean_error:.1f}",
         f"80.0 ± {100 * retained:.1f}",
@@ -434,3 +443,15 @@ def test_a_mark_that_nothing_belongs_to_is_refused(study_file):
 def test_the_documents_own_template_is_whole(study_file):
     template = (Path(document.__file__).parents[2] / "docs" / "study.in.md").read_text()
     assert "<!--" not in document.render(template, read(study_file), {}).replace("<!-- Made by", "")
+
+
+def test_rows_are_compared_window_by_window(study_file):
+    """The windows differ by far more than the rows do, and by the same for both."""
+    results = read(study_file)
+    wide = results["wide-g64-h3-separate-50-s1-u500"]
+    found = difference(wide, results["dense"])
+    assert found.value == pytest.approx(np.log(2.0))
+    assert found.high - found.low == pytest.approx(0.0, abs=1e-9)
+    low, high = bootstrap(wide.window_losses)
+    assert low < np.log(40.0) < high
+    assert bootstrap(wide.window_losses) == (low, high)  # the same every time
