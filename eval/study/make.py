@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from eval.scoring import full_precision
 from eval.study.plan import Row
 from eval.study.settings import THRESHOLDS, Settings
 from train.corpus import Recipe, token_cache
@@ -196,7 +197,8 @@ def _set_thresholds(row: Row, settings: Settings, console: Console) -> None:
     model = from_pretrained(base, dtype="float32", kernels=None)
     model = by_magnitude(model, group_sizes(row, settings, model.config))
     assert row.target is not None
-    thresholds = calibrate_thresholds(model, ids, row.target)
+    with full_precision(model):  # as it is measured
+        thresholds = calibrate_thresholds(model, ids, row.target)
     folder = settings.folder(row)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{THRESHOLDS}"
