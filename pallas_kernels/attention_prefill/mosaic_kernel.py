@@ -35,6 +35,8 @@ HALF = 64  # queries of a warpgroup
 TILE = MosaicConfig.BLOCK_M
 
 
+# Jitted, so that the layers of a model share one lowering: it takes more than a second.
+@functools.partial(jax.jit, static_argnames=("scale", "config", "from_start", "interpret"))
 def flash_attention(
     q: jax.Array,
     k: jax.Array,

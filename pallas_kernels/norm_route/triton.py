@@ -80,12 +80,15 @@ def rows_kernel(
         squares += tl.sum(a32 * a32, axis=1)
         w_tile = compressor + ranks[None, :] * D + d[:, None]
         w_ok = (ranks < R)[None, :] & (d < D)[:, None]
+        # Tensor cores cut off what they add to a large sum: short sums there, the long one here.
+        step = tl.zeros((BLOCK_M, RANKS), tl.float32)
         for part in tl.static_range(PARTS):
             w = tl.load(w_tile + part * R * D, mask=w_ok, other=0.0)
-            if PARTS == 1:  # noqa: SIM108 - chosen when the kernel is compiled
-                z = tl.dot(a32, w, z, input_precision="ieee")
+            if PARTS == 1:
+                step = tl.dot(a32, w, step, input_precision="ieee")
             else:
-                z = tl.dot(a, w, z)
+                step = tl.dot(a, w, step)
+        z += step
     z += tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)[None, :]
 
     for first in range(0, GROUPS, BLOCK_G):
