@@ -15,8 +15,7 @@ import tyro
 
 from eval.report import draw
 from eval.study.figures import figures, ordinary
-from eval.study.plan import GENERATION, TASKS, Row, plan
-from eval.study.results import (
+from eval.study.findings import (
     Result,
     Results,
     Value,
@@ -26,6 +25,7 @@ from eval.study.results import (
     read,
     retention,
 )
+from eval.study.plan import GENERATION, TASKS, Row, plan
 from eval.study.settings import parts_of
 
 Z = 1.96  # of a 95 % interval

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from eval.report import Figure, Point, Series
+from eval.study.findings import Result, Results, Value
 from eval.study.plan import Recipe, Row
-from eval.study.results import Result, Results, Value
 
 
 def figures(results: Results) -> list[Figure]:

@@ -18,10 +18,10 @@ from eval.records import ACCOUNTING, append_record, read_records
 from eval.study import document, schedule
 from eval.study.__main__ import main
 from eval.study.figures import figures
+from eval.study.findings import bootstrap, difference, read
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
-from eval.study.results import bootstrap, difference, read
 from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
 from eval.study.settings import Measured, Settings, parts_of
 from tests.eval.conftest import tiny_model
