@@ -75,12 +75,12 @@ Start = Callable[[Job, bool], Running]  # a job, and whether it is only to be re
 
 
 def jobs_of(rows: Sequence[Row]) -> tuple[Job, ...]:
-    """Every job of the rows, in order of value: wave by wave, models and perplexity first."""
-    order = ("perplexity", "tasks", "errors", "whole_tasks", "generation")
+    """Every job of the rows, in order of value.
+
+    Wave by wave, in each first all models and perplexities and then the rest, row by row.
+    """
     jobs = [Job(row, part) for row in rows for part in parts_of(row)]
-    return tuple(
-        sorted(jobs, key=lambda j: (LATE.get(j.part, 0) + j.row.wave, order.index(j.part)))
-    )
+    return tuple(sorted(jobs, key=lambda j: (LATE.get(j.part, 0) + j.row.wave, not j.core)))
 
 
 def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
