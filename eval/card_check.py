@@ -25,6 +25,7 @@ from pallas_kernels import (
     mask_layout,
     norm_route,
     project_qkv,
+    rms_norm,
     rope_cache,
     swiglu_up,
 )
@@ -140,6 +141,8 @@ def cases(model: str, m: int, pattern: str) -> Iterator[CardCase]:
     yield case("project_qkv", lambda i: project_qkv(x, w_q, w_k, w_v, attention, implementation=i))
     yield from _attention_cases(case, shape, m, attention, draw)
     yield _routing_case(case, shape, ffn.groups, x, draw)
+    norm = draw(shape.hidden)
+    yield case("rms_norm", lambda i: rms_norm(x, norm, eps=1e-5, implementation=i), has_dense=False)
 
 
 def _attention_cases(case, shape: ModelShape, m: int, layout: MaskLayout, draw: "_Draw"):

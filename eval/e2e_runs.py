@@ -168,6 +168,7 @@ def mask_usage(masks: Masks, first_key: Int[Array, ""], config) -> tuple[Usage, 
 def dense_variants() -> list[Variant]:
     """The contenders for the best dense: our kernels with everything on, and XLA with cuDNN."""
     plain = Kernels(
+        rms_norm="reference",
         gemm_mn="dense",
         swiglu_up="dense",
         gemm_k="dense",
@@ -216,6 +217,7 @@ PARTS = (
             *("gather_kernel", "scatter_kernel", "split_kernel", "merge"),
         ),
     ),
+    ("norm", ("norm_kernel",)),
     ("rotation", ("rope_kernel",)),
     (
         "products",

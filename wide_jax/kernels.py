@@ -14,6 +14,7 @@ from pallas_kernels._attention.config import AttentionImplementation
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layout.api import LayoutImplementation
 from pallas_kernels.norm_route.api import RouteImplementation
+from pallas_kernels.rms_norm.api import NormImplementation
 from pallas_kernels.rope_cache.api import RopeImplementation
 
 
@@ -41,6 +42,7 @@ class Kernels:
 
     hints: SparsityHints = SparsityHints()
     norm_route: RouteImplementation | None = None
+    rms_norm: NormImplementation | None = None  # of sublayers that ask no router
     mask_layout: LayoutImplementation | None = None
     rope_cache: RopeImplementation | None = None
     gemm_mn: Implementation | None = None

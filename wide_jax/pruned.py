@@ -22,6 +22,7 @@ from pallas_kernels import (
     gemm_mn,
     mask_layout,
     norm_route_step,
+    rms_norm,
     swiglu_up,
 )
 from pallas_kernels.attention_decode import attention_decode
@@ -87,13 +88,13 @@ def decision(
     """
     sparsity = getattr(kernels.hints, module)
     if decided is not None:
-        return Decision(norm(x), decided.mask, decided.layout, counter)
+        return Decision(_normed(norm, x, kernels), decided.mask, decided.layout, counter)
     match routing:
         case AllOn():
             layout = None
             if x.shape[0] * x.shape[1] <= FEW_TOKENS and not kernels.plain_products:
                 layout = _layout(jnp.ones((*x.shape[:2], groups), bool), shared, 0.0, kernels)
-            return Decision(norm(x), None, layout, counter)
+            return Decision(_normed(norm, x, kernels), None, layout, counter)
         case Forced(masks, ask_routers):
             mask = getattr(masks, module)[layer]
             if mask.dtype != jnp.bool_:
@@ -104,12 +105,20 @@ def decision(
                 )
                 mask, _ = jax.lax.optimization_barrier((mask, answer))
             else:
-                normed = norm(x)
+                normed = _normed(norm, x, kernels)
             return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
         case Argmax():
             normed, mask, counter = _asked(norm, required(router, routing), x, counter, kernels)
             return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
     raise ValueError(f"{type(routing).__name__} routing is for training: it runs in plain JAX")
+
+
+def _normed(norm: RMSNorm, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "B T D"]:
+    """The normed input of a sublayer that asks no router."""
+    rows = x.reshape(-1, x.shape[-1])
+    weight = norm.weight[...]
+    normed = rms_norm(rows, weight, eps=norm.eps, implementation=kernels.rms_norm)
+    return normed.reshape(x.shape)
 
 
 def _asked(

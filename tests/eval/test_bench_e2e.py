@@ -147,6 +147,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_runs(options, m
     [
         (("norm_route", "layout"), "routing"),
         (("attention_prefill", "attention_decode"), "attention"),
+        (("rms_norm",), "norm"),
         (("rope_cache",), "rotation"),
         (("project_qkv", "gemm_k", "_common"), "products"),
     ],
