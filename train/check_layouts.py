@@ -36,6 +36,7 @@ from train.bench import (
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.loop import TrainState
+from train.parts import Params
 from wide_jax.config import WideConfig
 from wide_jax.shapes import shape
 
@@ -77,113 +78,25 @@ def main(args: Args) -> None:
     """
     if args.updates < 3:
         raise ValueError(f"updates={args.updates} must be at least 3: the first two are not timed")
-    console = Console(highlight=False, soft_wrap=True)
-    started = time.perf_counter()
-
-    def say(text: str) -> None:
-        console.print(f"{time.perf_counter() - started:6.1f} s  {text}")
-
-    model = shape(args.shape)
-    if args.layers is not None:
-        model = dataclasses.replace(model, num_hidden_layers=args.layers)
-    wide = WideConfig.for_model(model, ffn_group_size=args.ffn_group_size)
-    config = TrainConfig(
-        updates=args.updates + 1,
-        sequences_per_update=args.sequences,
-        sequence_length=args.sequence_length,
-        accumulation=args.accumulation,
-        attention=args.attention,
-    )
-
-    def compiled(config: TrainConfig) -> PreparedStage:
-        # Not TF32 for float32. Set here: a thread has settings of its own.
-        with jax.default_matmul_precision("float32" if args.dtype == "float32" else None):
-            prepared = prepare(model, wide, config, stage=args.stage, dtype=args.dtype)
-        plan = "memory unknown" if prepared.memory is None else prepared.memory.line()
-        say(f"fsdp={config.fsdp}: compiled in {prepared.compile_seconds:.0f} s. {plan}")
-        return prepared
-
-    def run(
-        prepared: PreparedStage, state: TrainState, frozen: Any, **more: Any
-    ) -> tuple[TrainTiming, TrainState]:
-        """The updates, as a record; `more` are further fields of it."""
-        fsdp = prepared.config.fsdp
-
-        def progress(done: int, total: int) -> None:
-            if done == 1 or done % EVERY == 0:
-                say(f"fsdp={fsdp}: {done} of {total} updates")
-
-        timing, state = measure(
-            prepared, state, frozen, updates=args.updates - 2, warm_up=2, progress=progress
-        )
-        mfu = "unknown" if timing.mfu is None else f"{timing.mfu:.1%}"
-        say(
-            f"fsdp={fsdp}: {timing.tokens_per_second:,.0f} tokens/s, MFU {mfu}, losses "
-            f"{timing.losses[0]:.5f} ... {timing.losses[-1]:.5f}"
-        )
-        record(prepared, timing, **more)
-        return timing, state
-
-    def record(prepared: PreparedStage, timing: TrainTiming, **more: Any) -> None:
-        if args.json is not None:
-            fields = record_fields(prepared, timing, model=args.shape)
-            append_record(args.json, common_fields("train") | fields | more)
-
-    layouts = [config] if args.fsdp == 1 else [dataclasses.replace(config, fsdp=args.fsdp), config]
+    bench = _Bench(args, Console(highlight=False, soft_wrap=True), time.perf_counter())
+    layouts = [1] if args.fsdp == 1 else [args.fsdp, 1]
     with ThreadPoolExecutor() as threads:  # compiling is most of a short comparison
-        *on_many, on_one = threads.map(compiled, layouts)
-    many, written, gaps = None, None, None
-    problems = []
+        *on_many, on_one = threads.map(bench.compiled, layouts)
     with tempfile.TemporaryDirectory() as folder:
-        for prepared in on_many:
-            state, frozen = start(prepared)
-            say(f"fsdp={args.fsdp}: weights drawn")
-            many, state = run(prepared, state, frozen)
-            checkpoints = Checkpoints(folder, {"updates": config.updates})
-            checkpoints.save(state)
-            written = jax.tree.map(np.asarray, (state.trainable, state.opt_state))
-            checkpoints.close()
-            say(f"fsdp={args.fsdp}: checkpoint written")
-            del state, frozen  # one device needs the room
-
+        # Before the weights of one device are there: it needs the room.
+        written = [_write(bench, prepared, folder) for prepared in on_many]
         state, frozen = start(on_one)
-        like_one = TrainState(*jax.tree.map(_shape, (state.trainable, state.opt_state)), update=0)
-        say("fsdp=1: weights drawn")
-        one, state = run(on_one, state, frozen)
-        after_one, _ = measure(on_one, state, frozen, updates=1, warm_up=0)
+        like = TrainState(*jax.tree.map(_shape, (state.trainable, state.opt_state)), update=0)
+        one, state = bench.run(on_one, state, frozen)
+        one_after, _ = measure(on_one, state, frozen, updates=1, warm_up=0)
         del state
-        if many is not None:
-            checkpoints = Checkpoints(folder, {"updates": config.updates})
-            restored = checkpoints.restore(like_one)
-            checkpoints.close()
-            same = jax.tree.map(
-                lambda a, b: np.asarray(a).tobytes() == b.tobytes(),
-                (restored.trainable, restored.opt_state),
-                written,
-            )
-            equal = all(jax.tree.leaves(same))
-            after_many, _ = measure(on_one, restored, frozen, updates=1, warm_up=0)
-            ratio = many.tokens_per_second / one.tokens_per_second
-            gaps = _gaps(_joined(one, after_one), _joined(many, after_many))
-            say(
-                f"fsdp={args.fsdp} against fsdp=1, the update after the restore on one device "
-                f"included: {gaps}; tokens/s {ratio:.2f}x; restored bit for bit: {equal}"
-            )
-            compared = {"fsdp": args.fsdp, "speedup": ratio, "restored_bit_for_bit": equal}
-            compared |= dataclasses.asdict(gaps)
-            record(on_one, after_many, restored_from=args.fsdp, compared=compared)
-            if not equal:
-                problems.append("restored arrays are not those that were written")
-
-    state, _ = start(on_one, frozen=frozen)
-    embedding = "model.embed_tokens.weight"
-    moved = frozen | {embedding: neighbours(frozen[embedding])}
-    del frozen
-    control, state = run(on_one, state, moved, control="embedding moved by one rounding")
-    after_control, _ = measure(on_one, state, moved, updates=1, warm_up=0)
-    rounding = _gaps(_joined(one, after_one), _joined(control, after_control))
-    say(f"fsdp=1 with its embedding moved by one rounding: {rounding}")
-    if gaps is not None:
+        alone = _joined(one, one_after)
+        found = [_restore(bench, on_one, like, frozen, folder, w, one, alone) for w in written]
+    rounding = _control(bench, on_one, frozen, alone)
+    problems = []
+    for gaps, equal in found:
+        if not equal:
+            problems.append("restored arrays are not those that were written")
         for what, gap, most in (
             ("losses", gaps.loss, rounding.loss),
             ("gradient norms", gaps.gradient, rounding.gradient),
@@ -192,6 +105,143 @@ def main(args: Args) -> None:
                 problems.append(f"{what} differ by {gap:.3g}, rounding alone by {most:.3g}")
     if problems:
         raise RuntimeError("; ".join(problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """The comparison's settings, and where its lines and records go."""
+
+    args: Args
+    console: Console
+    started: float
+
+    def say(self, text: str) -> None:
+        """Print a line with the seconds since the start."""
+        self.console.print(f"{time.perf_counter() - self.started:6.1f} s  {text}")
+
+    def compiled(self, fsdp: int) -> PreparedStage:
+        """The step on a layout."""
+        args = self.args
+        model = shape(args.shape)
+        if args.layers is not None:
+            model = dataclasses.replace(model, num_hidden_layers=args.layers)
+        wide = WideConfig.for_model(model, ffn_group_size=args.ffn_group_size)
+        config = TrainConfig(
+            updates=args.updates + 1,
+            sequences_per_update=args.sequences,
+            sequence_length=args.sequence_length,
+            accumulation=args.accumulation,
+            attention=args.attention,
+            fsdp=fsdp,
+        )
+        # Not TF32 for float32. Set here: a thread has settings of its own.
+        with jax.default_matmul_precision("float32" if args.dtype == "float32" else None):
+            prepared = prepare(model, wide, config, stage=args.stage, dtype=args.dtype)
+        plan = "memory unknown" if prepared.memory is None else prepared.memory.line()
+        self.say(f"fsdp={fsdp}: compiled in {prepared.compile_seconds:.0f} s. {plan}")
+        return prepared
+
+    def run(
+        self, prepared: PreparedStage, state: TrainState, frozen: Params, **more: Any
+    ) -> tuple[TrainTiming, TrainState]:
+        """All updates but the last, as a record with the fields `more`."""
+        fsdp = prepared.config.fsdp
+        self.say(f"fsdp={fsdp}: weights drawn")
+
+        def progress(done: int, total: int) -> None:
+            if done == 1 or done % EVERY == 0:
+                self.say(f"fsdp={fsdp}: {done} of {total} updates")
+
+        updates = self.args.updates - 2
+        timing, state = measure(
+            prepared, state, frozen, updates=updates, warm_up=2, progress=progress
+        )
+        mfu = "unknown" if timing.mfu is None else f"{timing.mfu:.1%}"
+        self.say(
+            f"fsdp={fsdp}: {timing.tokens_per_second:,.0f} tokens/s, MFU {mfu}, losses "
+            f"{timing.losses[0]:.5f} ... {timing.losses[-1]:.5f}"
+        )
+        self.record(prepared, timing, **more)
+        return timing, state
+
+    def record(self, prepared: PreparedStage, timing: TrainTiming, **more: Any) -> None:
+        """Append a record, if there is a file for it."""
+        if self.args.json is not None:
+            fields = record_fields(prepared, timing, model=self.args.shape)
+            append_record(self.args.json, common_fields("train") | fields | more)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What several devices measured, and the arrays of their checkpoint."""
+
+    fsdp: int
+    timing: TrainTiming
+    arrays: Any
+
+
+def _write(bench: _Bench, prepared: PreparedStage, folder: str) -> _Written:
+    """Train on several devices and leave a checkpoint in the folder."""
+    state, frozen = start(prepared)
+    timing, state = bench.run(prepared, state, frozen)
+    checkpoints = _checkpoints(folder)
+    checkpoints.save(state)
+    arrays = jax.tree.map(np.asarray, (state.trainable, state.opt_state))
+    checkpoints.close()
+    bench.say(f"fsdp={prepared.config.fsdp}: checkpoint written")
+    return _Written(prepared.config.fsdp, timing, arrays)
+
+
+def _restore(
+    bench: _Bench,
+    on_one: PreparedStage,
+    like: TrainState,
+    frozen: Params,
+    folder: str,
+    written: _Written,
+    one: TrainTiming,
+    alone: np.ndarray,
+) -> tuple["_Gaps", bool]:
+    """Go on from the checkpoint on one device: differences, and whether it came back bit for bit.
+
+    `one` and `alone` are what one device measured by itself.
+    """
+    checkpoints = _checkpoints(folder)
+    restored = checkpoints.restore(like)
+    checkpoints.close()
+    same = jax.tree.map(
+        lambda a, b: np.asarray(a).tobytes() == b.tobytes(),
+        (restored.trainable, restored.opt_state),
+        written.arrays,
+    )
+    equal = all(jax.tree.leaves(same))
+    after, _ = measure(on_one, restored, frozen, updates=1, warm_up=0)
+    speedup = written.timing.tokens_per_second / one.tokens_per_second
+    gaps = _gaps(alone, _joined(written.timing, after))
+    bench.say(
+        f"fsdp={written.fsdp} against fsdp=1, the update after the restore on one device "
+        f"included: {gaps}; tokens/s {speedup:.2f}x; restored bit for bit: {equal}"
+    )
+    compared = {"fsdp": written.fsdp, "speedup": speedup, "restored_bit_for_bit": equal}
+    compared |= dataclasses.asdict(gaps)
+    bench.record(on_one, after, restored_from=written.fsdp, compared=compared)
+    return gaps, equal
+
+
+def _control(bench: _Bench, on_one: PreparedStage, frozen: Params, alone: np.ndarray) -> "_Gaps":
+    """What one rounding of the embedding changes on one device."""
+    state, _ = start(on_one, frozen=frozen)
+    embedding = "model.embed_tokens.weight"
+    moved = frozen | {embedding: neighbours(frozen[embedding])}
+    control, state = bench.run(on_one, state, moved, control="embedding moved by one rounding")
+    after, _ = measure(on_one, state, moved, updates=1, warm_up=0)
+    rounding = _gaps(alone, _joined(control, after))
+    bench.say(f"fsdp=1 with its embedding moved by one rounding: {rounding}")
+    return rounding
+
+
+def _checkpoints(folder: str) -> Checkpoints:
+    return Checkpoints(folder, {"settings of": "the comparison"})
 
 
 @dataclasses.dataclass(frozen=True)
