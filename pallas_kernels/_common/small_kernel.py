@@ -80,7 +80,7 @@ def small_tile(
         if on != 0:
             # Products are added up by eights, the 16 bytes that a thread loads at once: partial
             # sums for every channel of a step would take the registers of a second program.
-            EIGHT: tl.constexpr = 8 if K % 8 == 0 else 1
+            EIGHT: tl.constexpr = 8 if K % 8 == 0 else 1  # pyrefly: ignore[bad-assignment]
             chunk = tl.arange(0, BLOCK_K // EIGHT) * EIGHT
             k = chunk[:, None] + tl.arange(0, EIGHT)[None, :]
             offset = channel[:, None, None] * K + k[None, :, :]
@@ -101,7 +101,7 @@ def small_tile(
                 b = b.to(tl.float32)[None, :, :]
                 acc += tl.sum(a.to(tl.float32) * b, axis=2)
                 if GLU:
-                    acc_up += tl.sum(c.to(tl.float32) * b, axis=2)
+                    acc_up += tl.sum(c.to(tl.float32) * b, axis=2)  # pyrefly: ignore[unbound-name]
             result = tl.sum(acc, axis=1)
             if GLU:
                 result = result / (1.0 + tl.exp(-result)) * tl.sum(acc_up, axis=1)

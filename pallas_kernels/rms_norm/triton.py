@@ -51,4 +51,4 @@ def rms_norm(x: Float[Array, "M D"], weight: Float[Array, " D"], eps: float) -> 
 
 def num_warps(hidden: int) -> int:
     """So that a thread holds 16 numbers or so."""
-    return min(16, max(1, triton.next_power_of_2(hidden) // 512))
+    return min(16, max(1, (1 << (hidden - 1).bit_length()) // 512))
