@@ -109,12 +109,21 @@ def _piecewise(
             graphdef, state, ids[:, start:end], lengths, cache, Argmax(), fresh=start == 0
         )
         logits.append(piece)
-    for position in range(tokens - steps, tokens):
-        active = jnp.ones((batch,), bool)
-        piece, cache, _ = decode_step(graphdef, state, ids[:, position], active, cache, Argmax())
-        logits.append(piece)
+    logits += list(_steps(graphdef, state, ids[:, tokens - steps :].T, cache))
     positions = np.array([half - 1, *range(tokens - steps - 1, tokens)])
     return jnp.stack(logits, axis=1).astype(jnp.float32), positions
+
+
+@functools.partial(jax.jit, static_argnames="graphdef")
+def _steps(graphdef, state, tokens: Int[Array, "P B"], cache: KVCache) -> Float[Array, "P B V"]:
+    """Logits after each token, in a loop on the device, as a generation runs."""
+
+    def step(cache, token):
+        active = jnp.ones(token.shape, bool)
+        logits, cache, _ = decode_step(graphdef, state, token, active, cache, Argmax())
+        return cache, logits
+
+    return jax.lax.scan(step, cache, tokens)[1]
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")

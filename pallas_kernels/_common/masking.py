@@ -1,5 +1,8 @@
 """Zeros for the skipped pairs of a dense product, by whatever is cheapest on this device."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -19,10 +22,24 @@ def clear_skipped(
     y: Float[Array, "M N"], mask: Bool[Array, "M groups"], group_size: int
 ) -> Float[Array, "M N"]:
     """`y` where the group's mask is on, exact zeros elsewhere."""
-    if can_clear_in_place():
-        from pallas_kernels._common.triton_gemm import zero_skipped
+    select = functools.partial(_select, group_size=group_size)
+    if not can_clear_in_place():
+        return select(y, mask)
+    from pallas_kernels._common.triton_gemm import zero_skipped
 
+    @jax.custom_batching.custom_vmap
+    def clear(y, mask):
         return zero_skipped(y, mask, group_size)
+
+    @clear.def_vmap
+    def batched(axis_size, in_batched, y, mask):
+        axes = tuple(0 if is_batched else None for is_batched in in_batched)
+        return jax.vmap(select, axes)(y, mask), True
+
+    return clear(y, mask)
+
+
+def _select(y: Float[Array, "M N"], mask: Bool[Array, "M groups"], group_size: int):
     return jnp.where(expand(mask, y.shape[1], group_size), y, jnp.zeros((), y.dtype))
 
 

@@ -87,12 +87,12 @@ def launch(
     """Run `kernel(*in_place, *arrays, *scalars, *out, **constants)` over `grid` programs.
 
     Returns the new values of `in_place` (their buffers are updated, not copied, where XLA owns
-    them) followed by the outputs. Under `jax.vmap` the calls run one after another; the result
-    cannot be differentiated (`NotImplementedError`).
+    them) followed by the outputs. Under `jax.vmap` the calls run one after another, except those
+    that update buffers, which refuse it; the result cannot be differentiated. Both are
+    `NotImplementedError`s.
     """
     name = kernel.__name__
 
-    @jax.custom_batching.sequential_vmap
     def run(mutable, arrays):
         if interpreting.get():
             from pallas_kernels._common import interpreter
@@ -138,7 +138,27 @@ def launch(
             )
         return [*results[len(out) :], *results[: len(out)]]
 
-    return not_differentiable(run, name)(list(in_place), list(arrays))
+    call = not_batchable(run, name) if in_place else jax.custom_batching.sequential_vmap(run)
+    return not_differentiable(call, name)(list(in_place), list(arrays))
+
+
+def not_batchable(function: Any, name: str) -> Any:
+    """`function`, raising `NotImplementedError` under `jax.vmap`.
+
+    For calls that update buffers: in the loop over a batch XLA hands the call the addresses of
+    slices, input and output apart, and then the update is written over the input and lost (seen
+    on a card, jax 0.11.2).
+    """
+    wrapped = jax.custom_batching.custom_vmap(function)
+
+    @wrapped.def_vmap
+    def rule(axis_size, in_batched, *arguments):
+        raise NotImplementedError(
+            f"{name} updates buffers in place and takes no further batch axis: use "
+            "implementation='reference' under jax.vmap, or an axis that the operation has"
+        )
+
+    return wrapped
 
 
 def not_differentiable(function: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.jit import jit
@@ -15,33 +16,40 @@ def _kernel(counter, x, y, z):
     """Only its name is used here."""
 
 
-def test_updated_buffers_are_the_last_outputs_of_the_call(monkeypatch):
-    """The call gives a kernel its inputs and then its outputs from the first on: an aliased output
-    in front of the others would be written as if it were one of them (seen on a card)."""
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """The (outputs, aliases) of every call; output i is full of i."""
+    found = []
 
     def triton_call(*arrays, out_type, input_output_aliases, **_):
-        calls.append((out_type, input_output_aliases))
+        found.append((out_type, input_output_aliases))
         return [jnp.full(o.shape, i, o.dtype) for i, o in enumerate(out_type)]
 
-    monkeypatch.setattr(
-        triton_support, "load", lambda: types.SimpleNamespace(triton_call=triton_call)
-    )
+    module = types.SimpleNamespace(triton_call=triton_call)
+    monkeypatch.setattr(triton_support, "load", lambda: module)
+    return found
+
+
+def launch(counter, x):
     y, z = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.bfloat16)
-    counter, first, second = triton_support.launch(
-        _kernel,
-        [jnp.ones(5)],
-        [],
-        [y, z],
-        grid=1,
-        constants={},
-        num_warps=4,
-        num_stages=1,
-        in_place=[jnp.zeros((1,), jnp.int32)],
-    )
+    options = dict(grid=1, constants={}, num_warps=4, num_stages=1)
+    return triton_support.launch(_kernel, [x], [], [y, z], in_place=[counter], **options)
+
+
+def test_updated_buffers_are_the_last_outputs_of_the_call(calls):
+    """The call gives a kernel its inputs and then its outputs from the first on: an aliased output
+    in front of the others would be written as if it were one of them (seen on a card)."""
+    counter, first, second = launch(jnp.zeros((1,), jnp.int32), jnp.ones(5))
     (out_type, aliases) = calls[0]
     assert [o.shape for o in out_type] == [(3,), (4,), (1,)]
     assert aliases == {0: 2}
     assert counter.dtype == jnp.int32
     for found, wanted in ((counter, [2]), (first, [0] * 3), (second, [1] * 4)):
         np.testing.assert_array_equal(found.astype(jnp.int32), wanted)
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_call_that_updates_buffers_refuses_a_batch_axis():
+    """In the loop over a batch its update was lost on a card."""
+    with pytest.raises(NotImplementedError, match="_kernel updates buffers in place"):
+        jax.vmap(launch)(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 5)))
