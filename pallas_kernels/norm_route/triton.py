@@ -27,13 +27,14 @@ from pallas_kernels._common.jit import jit
 from pallas_kernels.norm_route.api import RouterWeights
 
 MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
-BLOCK_G = 32
+BLOCK_G = 32  # groups decided at a time
+STEP_BLOCK_G = 128  # the same in a step, where a round trip to memory is what a group costs
 NUM_WARPS = 4
 
 
 @jit
-def _margins(z, router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constexpr, RANKS):
-    """Execute minus skip logits `[tokens, groups]` of the compressed tokens z `[tokens, RANKS]`."""
+def _second_map(router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constexpr, RANKS):
+    """Execute minus skip rows of the second map `[RANKS, groups]`, and its bias `[groups]`."""
     ranks = tl.arange(0, RANKS)
     ok = (ranks < R)[:, None] & (groups < GROUPS)[None, :]
     row = router + 2 * groups[None, :] * R + ranks[:, None]
@@ -41,7 +42,7 @@ def _margins(z, router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constex
     bias = router_bias + 2 * groups
     group_ok = groups < GROUPS
     shift = tl.load(bias, mask=group_ok, other=0.0) - tl.load(bias + 1, mask=group_ok, other=0.0)
-    return tl.dot(z, difference, input_precision="ieee") + shift[None, :]
+    return difference, shift
 
 
 @jit
@@ -93,7 +94,8 @@ def rows_kernel(
 
     for first in range(0, GROUPS, BLOCK_G):
         groups = first + tl.arange(0, BLOCK_G)
-        margin = _margins(z, router, router_bias, groups, GROUPS, R, RANKS)
+        difference, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
+        margin = tl.dot(z, difference, input_precision="ieee") + shift[None, :]
         tl.store(
             mask + tokens.to(tl.int64)[:, None] * GROUPS + groups[None, :],
             margin >= THRESHOLD,
@@ -132,7 +134,7 @@ def step_kernel(
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,  # M rounded up to a power of two
-    ROWS: tl.constexpr,  # the same, at least 16
+    ROWS: tl.constexpr,  # 1 for one token, else the same, at least 16
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,  # ceil(D / R) rounded up to a power of two
@@ -141,6 +143,8 @@ def step_kernel(
     rank = tl.program_id(0)
     tokens = tl.arange(0, TOKENS)
     token_ok = tokens < M
+    # Under way while the sums are made: after the count they would be waited for.
+    difference, shift = _second_map(router, router_bias, tl.arange(0, BLOCK_G), GROUPS, R, RANKS)
     x_row = x + tokens[:, None] * D
     squares = tl.zeros((TOKENS, BLOCK_D), tl.float32)
     products = tl.zeros((TOKENS, BLOCK_D), tl.float32)
@@ -169,24 +173,50 @@ def step_kernel(
     tl.debug_barrier()  # all threads' parts of z are written before the program says so
     before = tl.atomic_add(arrived, 1, sem="acq_rel")
     if before == R - 1:
+        for first in tl.static_range(0, GROUPS, BLOCK_G):
+            groups = first + tl.arange(0, BLOCK_G)
+            if first > 0:
+                difference, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
+            _decide(z, difference, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, ROWS)
+        tl.store(arrived, 0)
+
+
+@jit
+def _decide(
+    z,  # [M, R]
+    difference,  # [RANKS, groups]
+    shift,  # [groups]
+    groups,
+    mask,  # [M, GROUPS] bool
+    M,
+    R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decisions of all tokens for some groups. z is read past the L1: other programs wrote it."""
+    ranks = tl.arange(0, RANKS)
+    rank_ok = ranks < R
+    if ROWS == 1:
+        compressed = tl.load(z + ranks, mask=rank_ok, other=0.0, volatile=True)
+        margin = tl.sum(compressed[:, None] * difference, axis=0) + shift
+        tl.store(mask + groups, margin >= THRESHOLD, mask=groups < GROUPS)
+    else:
         rows = tl.arange(0, ROWS)
-        ranks = tl.arange(0, RANKS)
         row_ok = rows < M
         compressed = tl.load(
             z + rows[:, None] * R + ranks[None, :],
-            mask=row_ok[:, None] & (ranks < R)[None, :],
+            mask=row_ok[:, None] & rank_ok[None, :],
             other=0.0,
-            volatile=True,  # written by other programs: not from this one's L1
+            volatile=True,
         )
-        for first in range(0, GROUPS, BLOCK_G):
-            groups = first + tl.arange(0, BLOCK_G)
-            margin = _margins(compressed, router, router_bias, groups, GROUPS, R, RANKS)
-            tl.store(
-                mask + rows[:, None] * GROUPS + groups[None, :],
-                margin >= THRESHOLD,
-                mask=row_ok[:, None] & (groups < GROUPS)[None, :],
-            )
-        tl.store(arrived, 0)
+        margin = tl.dot(compressed, difference, input_precision="ieee") + shift[None, :]
+        tl.store(
+            mask + rows[:, None] * GROUPS + groups[None, :],
+            margin >= THRESHOLD,
+            mask=row_ok[:, None] & (groups < GROUPS)[None, :],
+        )
 
 
 def few_tokens(
@@ -271,9 +301,9 @@ def step_constants(
         THRESHOLD=threshold,
         RANKS=max(16, triton.next_power_of_2(rank)),
         TOKENS=tokens,
-        ROWS=max(16, tokens),
+        ROWS=1 if m == 1 else max(16, tokens),
         BLOCK_D=max(64, 4096 // tokens),
-        BLOCK_G=BLOCK_G,
+        BLOCK_G=min(STEP_BLOCK_G, triton.next_power_of_2(max(16, weights.groups))),
         SLICE=triton.next_power_of_2(math.ceil(hidden / rank)),
     )
 
