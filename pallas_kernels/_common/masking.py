@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.problem import SMALL_TOKENS
 
 
 def can_clear_in_place() -> bool:
@@ -23,7 +24,8 @@ def clear_skipped(
 ) -> Float[Array, "M N"]:
     """`y` where the group's mask is on, exact zeros elsewhere."""
     select = functools.partial(_select, group_size=group_size)
-    if not can_clear_in_place():
+    # Of few tokens XLA makes the selection with the product: a second kernel costs more.
+    if y.shape[0] <= SMALL_TOKENS or not can_clear_in_place():
         return select(y, mask)
     from pallas_kernels._common.triton_gemm import zero_skipped
 

@@ -166,18 +166,30 @@ def zero_skipped(
 ) -> Float[Array, "M N"]:
     """`where(mask, y, 0)` by writing the skipped pairs only, in y's own buffer."""
     m, n = y.shape
-    groups = mask.shape[1]
-    block_m = 64 if m > 64 else 4
-    block_n = min(256, triton.next_power_of_2(group_size))
+    constants = zero_constants(m, n, group_size, mask.shape[1])
+    blocks = math.ceil(mask.shape[1] / constants["GROUPS_A_PROGRAM"])
     (y,) = triton_support.launch(
         zero_kernel,
         [mask],
         [m],
         [],
-        grid=math.ceil(m / block_m) * groups,
-        constants=dict(N=n, G=group_size, GROUPS=groups, BLOCK_M=block_m, BLOCK_N=block_n),
+        grid=math.ceil(m / constants["BLOCK_M"]) * blocks,
+        constants=constants,
         num_warps=4,
         num_stages=1,
         in_place=[y],
     )
     return y
+
+
+def zero_constants(m: int, n: int, group_size: int, groups: int) -> dict[str, int]:
+    """Compile-time constants of `zero_kernel`: programs of about 256 channels."""
+    block_n = min(256, triton.next_power_of_2(group_size))
+    return dict(
+        N=n,
+        G=group_size,
+        GROUPS=groups,
+        GROUPS_A_PROGRAM=min(256 // block_n, triton.next_power_of_2(groups)),
+        BLOCK_M=64 if m > 64 else 4,
+        BLOCK_N=block_n,
+    )

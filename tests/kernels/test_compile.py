@@ -42,7 +42,7 @@ from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.split_kernel import split_k_kernel, sum_kernel
 from pallas_kernels._common.tile_kernel import tile_kernel
-from pallas_kernels._common.triton_gemm import zero_rows
+from pallas_kernels._common.triton_gemm import zero_constants, zero_rows
 from pallas_kernels._common.zero_kernel import zero_kernel
 from pallas_kernels.layout.triton import BLOCK_G, BLOCK_M, count_kernel, place_kernel
 from tests.kernels import input_pruned
@@ -338,7 +338,12 @@ OTHERS = {
     "zero": (
         zero_kernel,
         {"y": "*bf16", "mask": "*i1", "M": "i32"},
-        {"N": 4096, "G": 512, "GROUPS": 8, "BLOCK_M": 64, "BLOCK_N": 256},
+        zero_constants(4096, 4096, 512, 8),
+    ),
+    "zero, small groups": (
+        zero_kernel,
+        {"y": "*bf16", "mask": "*i1", "M": "i32"},
+        zero_constants(4096, 4096, 32, 128),
     ),
 }
 

@@ -9,6 +9,10 @@ import pytest
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.jit import jit
+from pallas_kernels._common.masking import clear_skipped
+from pallas_kernels._common.testing import random_mask
+from pallas_kernels._common.triton_gemm import zero_skipped
+from tests.kernels.contract import running
 
 
 @jit
@@ -53,3 +57,21 @@ def test_a_call_that_updates_buffers_refuses_a_batch_axis():
     """In the loop over a batch its update was lost on a card."""
     with pytest.raises(NotImplementedError, match="_kernel updates buffers in place"):
         jax.vmap(launch)(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "group_size"),
+    [(70, 512, 32), (70, 500, 48), (65, 96, 96), (130, 1040, 520), (3, 64, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 1.0])
+def test_clearing_is_a_selection(m, n, group_size, sparsity):
+    """It is `where(mask, y, 0)`: NaN goes too, and kept values stay as they are."""
+    mask = random_mask(jax.random.key(m), m, -(-n // group_size), sparsity)
+    y = jax.random.normal(jax.random.key(1), (m, n)).at[0].set(jnp.nan)
+    with running("triton"):
+        got = zero_skipped(y, mask, group_size)
+        chosen = clear_skipped(y, mask, group_size)
+    wanted = np.where(np.repeat(mask, group_size, axis=1)[:, :n], y, 0.0)
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(chosen, wanted)
