@@ -1,10 +1,11 @@
 """`wide bench kernels`: the pruned ops beside dense, ideal, gather-scatter and grouped GEMM.
 
-One JSON line a measurement (suite `kernels`), a table on the terminal, and plots. The mask layout
-is timed by itself and charged to no op: the ops of a sublayer share it.
+One JSON line a measurement (suite `kernels`), a table on the terminal, and plots of the products.
+The mask layout is timed by itself and charged to no op: the ops of a sublayer share it.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +18,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 import pallas_kernels
-from eval import attention_bench, records
-from eval.attention_bench import AttentionBench
-from eval.attention_problems import CASES, split_ops
-from eval.kernel_cases import Case, Family, MaskKind, make_mask
+from eval import records
+from eval.kernel_cases import Case, Family, MaskKind, ProductCase, families, make_mask
+from eval.kernel_cases.attention import AttentionBench
 from eval.kernel_timing import Compiled, Timing, compile_all, time_interleaved
 from pallas_kernels import dispatch
-from pallas_kernels._common.config import Config, to_json
 from pallas_kernels._common.device import current_device
-from pallas_kernels._common.problem import SMALL_TOKENS
+from pallas_kernels._common.problem import AnyImplementation
 from pallas_kernels._common.testing import relative_error
 from pallas_kernels.layout.api import LayoutImplementation, order_k_axis
 
@@ -67,37 +66,27 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
             records.append_record(config.json, record)
 
     keep(copy_record(config.rounds))
-    products, attention = split_ops(config.ops)
-    for groups in (8, 112, 224, 448) if products else ():
+    found = families(config.ops).values()
+    todo = [(family, case) for family in found for case in family.bench_cases(config)]
+    layouts = any(isinstance(case, ProductCase) for _, case in todo)
+    for groups in (8, 112, 224, 448) if layouts else ():
         for row in layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
         keep(k_layout_record(max(config.tokens), groups, config.rounds))
-    shapes = [
-        (family, m, config.groups or family.bench_groups)
-        for family in products.values()
-        for m in family.tokens or config.tokens
-    ]
-    cases = attention_bench.cases(attention, config.attention, config.model)
-    measure = attention_bench.Measure(config.sparsities, config.masks, config.rounds)
     with Progress(console=console) as progress:
-        task = progress.add_task("kernels", total=len(shapes) + len(cases))
-        for family, m, groups in shapes:
-            progress.update(task, description=f"{family.case} m={m}")
-            contests = [contest(family, m, group, config) for group in groups]
+        task = progress.add_task("kernels", total=len(todo))
+        for _, alike in itertools.groupby(todo, lambda one: (one[0].case, one[1].batch)):
+            contests = [contest(family, case, config) for family, case in alike]
+            what = f"{contests[0].family.case} {contests[0].case.shape}"
+            progress.update(task, description=what)
             for row in contest_records(contests, config, console):
                 keep(row)
-            progress.advance(task)
-        progress.update(task, description="attention")
-        for row in attention_bench.attention_records(cases, config.attention, measure):
-            keep(row)
-        progress.advance(task, len(cases))
+            progress.advance(task, len(contests))
     console.print(table(rows))
-    if cases:
-        console.print(attention_bench.table(rows))
-    if config.plots is not None and products:  # the plots are of products
-        from eval.kernel_plots import write_plots
+    if config.plots is not None:
+        from eval.kernel_plots import op_names, write_plots
 
-        for path in write_plots([r for r in rows if r["op"] not in CASES], config.plots):
+        for path in write_plots(rows, config.plots) if op_names(rows) else ():
             console.print(f"wrote {path}")
     return rows
 
@@ -190,12 +179,14 @@ def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One sparsity and mask of a problem: what dispatch picks for it, and the kernel's config."""
+    """One sparsity and mask of a problem: what dispatch picks, and each kernel with its config."""
 
     sparsity: float
     kind: MaskKind
+    mask: jax.Array
+    layout: Any
     choice: dispatch.Choice
-    kernel: Config
+    kernels: dict[str, tuple[AnyImplementation, Any]]  # contender -> implementation and config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,36 +197,45 @@ class Contest:
     case: Case
     operands: list[tuple[Any, ...]]
     cells: list[Cell]
-    layouts: list[Any]  # of the cells
+    full_kernel: Any  # the config of the kernel that runs with every group on, as a baseline
 
     def naive(self, cell: Cell, config: BenchConfig) -> bool:
         """Whether the naive baselines run in this cell."""
-        facts = self.case.facts
-        sized = facts.m in config.naive_tokens and facts.group in config.naive_groups
+        shape = self.case.shape
+        sized = shape.get("m") in config.naive_tokens and shape["group"] in config.naive_groups
         return sized and cell.sparsity == 0.5 and cell.kind == "random"
 
     def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Dense without and with zeros, and every kernel that a cell needs."""
-        found = {"dense": self.case.dense(), "dense+zeros": self.case.pruned("dense")}
-        found |= {str(c.kernel): self.case.pruned("triton", c.kernel) for c in self.cells}
-        example = (*self.operands[0], self.layouts[0])
+        found = {**self.case.dense(), "dense": self.case.pruned("dense")}
+        for name, settings in itertools.chain(*(cell.kernels.items() for cell in self.cells)):
+            found[name] = self.case.pruned(*settings)
+        if self.full_kernel is not None:
+            found[FULL] = self.case.pruned("triton", self.full_kernel)
+        example = (*self.operands[0], self.cells[0].layout)
         return {name: (run, example) for name, run in found.items()}
 
 
-def contest(family: Family, m: int, group: int, config: BenchConfig) -> Contest:
+FULL = "triton, all on, unmasked"  # a baseline of `Case.own_baseline`
+
+
+def contest(family: Family, case: Case, config: BenchConfig) -> Contest:
     """The contest of one problem: every sparsity, every kind of mask."""
-    case = family.make(m, group, config.model)
     cells = []
     for s in config.sparsities:
-        hinted = dataclasses.replace(case.facts, expected_sparsity=s)
-        choice, kernel = dispatch.choose(hinted), dispatch.config_for(hinted)
-        kinds = config.masks[:1] if s == 0.0 else config.masks
-        cells += [Cell(s, kind, choice, kernel) for kind in kinds]
-    layouts = [
-        pallas_kernels.mask_layout(make_mask(cell.kind, m, case.groups, cell.sparsity))
-        for cell in cells
-    ]
-    return Contest(family, case, case.operands(), cells, layouts)
+        hinted = case.facts.hinted(s)
+        choice = dispatch.choose(hinted)
+        settings = {k: dispatch.config_for(hinted, kernel=k) for k in dispatch.kernels_for(hinted)}
+        kernels = {f"{kernel} {c}": (kernel, c) for kernel, c in settings.items()}
+        masks = {}  # where kinds of mask come out alike, the first of them
+        for kind in config.masks:
+            mask = case.mask(kind, s)
+            masks.setdefault(mask.tobytes(), (kind, mask))
+        cells += [
+            Cell(s, kind, mask, case.layout(mask), choice, kernels) for kind, mask in masks.values()
+        ]
+    full = dispatch.config_for(case.facts.hinted(0.0)) if case.own_baseline else None
+    return Contest(family, case, case.operands(), cells, full)
 
 
 def contest_records(
@@ -247,116 +247,112 @@ def contest_records(
     for (i, name), error in failed.items():
         raise RuntimeError(f"{contests[i].case}: {name} does not run") from error
     turns = {}
-    for i, one in enumerate(contests):
-        for j, (cell, layout) in enumerate(zip(one.cells, one.layouts, strict=True)):
-            calls = [one.case.arguments(operands, layout) for operands in one.operands]
-            for name in ("dense+zeros", str(cell.kernel)):
-                turns[i, j, name] = (compiled[i, name], calls)
-            unpruned = [(*operands, layout) for operands in one.operands]
-            turns[i, j, "dense"] = (compiled[i, "dense"], unpruned)
-    timings = time_interleaved(turns, config.rounds)
     naive = {}
     for i, one in enumerate(contests):
         for j, cell in enumerate(one.cells):
+            calls = [one.case.arguments(operands, cell.layout) for operands in one.operands]
+            for name in ("dense", *cell.kernels):
+                turns[i, j, name] = (compiled[i, name], calls)
+            unpruned = [(*operands, cell.layout) for operands in one.operands]
+            for name in one.case.dense():
+                turns[i, j, name] = (compiled[i, name], unpruned)
+            if one.full_kernel is not None:
+                full = one.case.layout(jnp.ones_like(cell.mask))
+                calls = [(*operands, full) for operands in one.operands]
+                turns[i, j, FULL] = (compiled[i, FULL], calls)
             if one.naive(cell, config):
-                naive |= {(i, j, n): turn for n, turn in _naive(one, j, console).items()}
+                naive |= {(i, j, n): turn for n, turn in _naive(one, cell, console).items()}
+    timings = time_interleaved(turns, config.rounds)
     if naive:
         timings |= time_interleaved(naive, min(config.rounds, 10))
         turns |= naive
     for i, one in enumerate(contests):
-        own = {(j, name): turn for (k, j, name), turn in turns.items() if k == i}
-        times = {(j, name): timings[i, j, name] for j, name in own}
-        yield from _rows(one, own, times, config)
+        for j, cell in enumerate(one.cells):
+            own = {name: turn for (*at, name), turn in turns.items() if at == [i, j]}
+            yield from _rows(one, cell, own, {n: timings[i, j, n] for n in own}, config)
 
 
 def _rows(
     one: Contest,
-    turns: dict[tuple[int, str], tuple[Compiled, list[tuple[Any, ...]]]],
-    timings: dict[tuple[int, str], Timing],
+    cell: Cell,
+    turns: dict[str, tuple[Compiled, list[tuple[Any, ...]]]],
+    timings: dict[str, Timing],
     config: BenchConfig,
 ) -> Iterator[dict[str, Any]]:
-    """The records of one problem's cells, with errors for short inputs and random masks."""
-    expected = {}
-    if one.case.facts.m <= config.error_tokens:
+    """The records of one cell, with errors against float32 where a problem is short."""
+    case, facts = one.case, one.case.facts
+    expected = None
+    if case.checked(config) and bool(cell.mask.any()):
         wide = tuple(a.astype(jnp.float32) for a in one.operands[0])
-        for j, (cell, layout) in enumerate(zip(one.cells, one.layouts, strict=True)):
-            if cell.kind == "random" and bool(layout.mask.any()):
-                expected[j] = one.case.pruned("reference")(*wide, layout)
-    for (j, name), (contender, calls) in turns.items():
-        cell, kernel = one.cells[j], str(one.cells[j].kernel)
-        dispatched = "dense+zeros" if cell.choice.implementation == "dense" else kernel
-        row = _row(one, cell, one.layouts[j].mask, timings[j, name], timings[j, "dense"])
-        named = {kernel: "triton", "dense+zeros": "dense", "dense": "dense-unmasked"}
-        row["implementation"] = named.get(name, name)
-        row["dispatched"] = name == dispatched
-        row["config"] = to_json(cell.kernel) if name == kernel else None
-        row["temporary_bytes"] = contender.temporary_bytes
-        row["peak_bytes"] = contender.temporary_bytes + contender.output_bytes
-        row["rel_error"] = None
-        if j in expected and name != "dense":
-            row["rel_error"] = relative_error(contender.call(*calls[0]), expected[j])
-        yield row
+        expected = jax.jit(case.pruned("reference"))(*wide, cell.layout)
+    unmasked = {*case.dense(), FULL} & turns.keys()
+    best = min(unmasked, key=lambda name: timings[name].ms)
+    dense_ms = timings[best].ms
+    picked = "dense"
+    if cell.choice.config is not None:
+        picked = f"{cell.choice.implementation} {cell.choice.config}"
+    kept = float(cell.mask.mean())
+    for name, (contender, calls) in turns.items():
+        implementation, settings = cell.kernels.get(name, (name, None))
+        error = None
+        if expected is not None and name not in unmasked:
+            error = relative_error(contender.call(*calls[0]), expected)
+        as_json = None
+        if settings is not None:
+            as_json = dispatch.facts(facts.op).config_to_json(settings)
+        yield {
+            "op": facts.op,
+            "case": one.family.case,
+            "shape": case.shape,
+            "expected_sparsity": cell.sparsity,
+            "dtype": facts.dtype,
+            "sparsity": 1.0 - kept,
+            "mask": cell.kind if cell.sparsity > 0.0 else "all_on",
+            "implementation": implementation,
+            "dispatched": name == picked,
+            "config": as_json,
+            "ms": timings[name].ms,
+            "samples_ms": timings[name].samples_ms,
+            "dense_ms": dense_ms,
+            "dense": f"{best}, in turns with the op",
+            "ideal_ms": dense_ms * kept if case.compute_bound else None,
+            "speedup": dense_ms / timings[name].ms,
+            "includes_layout": False,
+            "cold_l2": case.cold,
+            "temporary_bytes": contender.temporary_bytes,
+            "peak_bytes": contender.temporary_bytes + contender.output_bytes,
+            "rel_error": error,
+            **case.active(cell.mask),
+        }
 
 
-def _naive(one: Contest, j: int, console: Console) -> dict[str, Any]:
+def _naive(one: Contest, cell: Cell, console: Console) -> dict[str, Any]:
     """The turns of the naive baselines for a cell's mask; the ones that do not fit are printed."""
-    layout = one.layouts[j]
-    arguments = one.case.arguments(one.operands[0], layout)
-    functions = {name: (run, arguments) for name, run in one.case.naive(layout).items()}
+    arguments = one.case.arguments(one.operands[0], cell.layout)
+    functions = {name: (run, arguments) for name, run in one.case.naive(cell.layout).items()}
     compiled, failed = compile_all(functions, workers=2)
     for name, error in failed.items():
         console.print(f"  not run: {name} on {one.case}: {repr(error)[:200]}")
     return {name: (run, [arguments]) for name, run in compiled.items()}
 
 
-def _row(
-    contest: Contest, cell: Cell, mask: jax.Array, timing: Timing, baseline: Timing
-) -> dict[str, Any]:
-    family, case, s = contest.family, contest.case, cell.sparsity
-    kept = float(mask.mean())
-    return {
-        "op": case.facts.op,
-        "case": family.case,
-        "shape": case.shape,
-        "expected_sparsity": s,
-        "dtype": case.facts.dtype,
-        "sparsity": 1.0 - kept,
-        "mask": cell.kind if s > 0.0 else "all_on",
-        "ms": timing.ms,
-        "samples_ms": timing.samples_ms,
-        "dense_ms": baseline.ms,
-        "dense": "the best plain JAX, unmasked, in turns with the op",
-        "ideal_ms": baseline.ms * kept if case.facts.m > SMALL_TOKENS else None,
-        "speedup": baseline.ms / timing.ms,
-        "includes_layout": False,
-        "cold_l2": case.cold,
-        **case.active(mask),
-    }
-
-
 def table(rows: list[dict[str, Any]]) -> Table:
-    """What dispatch picked, one line a cell."""
-    out = Table(title="pruned ops, device time")
-    for column in ("op", "tokens", "group", "sparsity", "mask", "runs", "ms", "dense ms", "x"):
-        out.add_column(column, justify="left" if column in ("op", "mask", "runs") else "right")
+    """What dispatch picked, one line a cell; of the shape what is not the model's."""
+    out = Table(title="kernels, device time")
+    for column in ("case", "shape", "sparsity", "mask", "runs"):
+        out.add_column(column)
+    for column in ("ms", "dense ms", "x", "TB/s"):
+        out.add_column(column, justify="right")
     for row in rows:
-        if row["op"] in ("copy", "mask_layout"):
-            shape = row["shape"]
-            size = str(shape.get("groups", ""))
-            tokens = str(shape.get("m", ""))
-            name = row["implementation"]
-            out.add_row(row["op"], tokens, size, "", "", name, f"{row['ms']:.4f}", "", "")
-        elif row["op"] not in CASES and row["dispatched"]:
-            shape = row["shape"]
-            out.add_row(
-                row["op"],
-                str(shape["m"]),
-                str(shape["group"]),
-                f"{row['sparsity']:.2f}",
-                row["mask"],
-                row["implementation"],
-                f"{row['ms']:.4f}",
-                f"{row['dense_ms']:.4f}",
-                f"{row['speedup']:.2f}",
-            )
+        if not row.get("dispatched", True):
+            continue
+        own = {
+            name: n for name, n in row["shape"].items() if name not in ("n", "k", "hq", "hk", "d")
+        }
+        shape = " ".join(f"{name}={size}" for name, size in own.items())
+        cells = [row["case"], shape, f"{row['sparsity']:.2f}", row["mask"], row["implementation"]]
+        cells.append(f"{row['ms']:.4f}")
+        compared = "dense_ms" in row
+        cells += [f"{row['dense_ms']:.4f}", f"{row['speedup']:.2f}"] if compared else ["", ""]
+        out.add_row(*cells, f"{row['bytes'] / row['ms'] * 1e-9:.2f}")
     return out

@@ -13,8 +13,9 @@ MARKERS = "osD^vP*X"
 
 
 def op_names(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The pruned ops among the records, in order of appearance."""
-    return [op for op in dict.fromkeys(r["op"] for r in rows) if op not in ("copy", "mask_layout")]
+    """The pruned products among the records, in order of appearance."""
+    shapes = {row["op"]: row["shape"] for row in rows}
+    return [op for op, shape in shapes.items() if {"m", "k"} <= shape.keys()]
 
 
 def panels(ops: Sequence[str]) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
@@ -65,11 +66,12 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
 
 def table_figure(table: Table) -> matplotlib.figure.Figure:
     """Speedup of a measured table's winners by group size and token count, 50 % skipped."""
-    ops = list(dict.fromkeys(e.op for e in table.entries))
+    shapes = {entry.op: entry.problem.shape for entry in table.entries}
+    ops = [op for op, shape in shapes.items() if "m" in shape]
     figure, panel = panels(ops)
     for axes, op in zip(panel, ops, strict=True):
         speedups = [
-            (e.m, e.group, e.dense_ms / e.ms)
+            (e.problem.shape["m"], e.problem.shape["group"], e.dense_ms / e.ms)
             for e in table.entries
             if e.op == op and e.sparsity == 0.5 and e.ms and e.dense_ms
         ]

@@ -11,20 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import pallas_kernels
-from eval import attention_tune, records
-from eval.attention_problems import split_ops
-from eval.attention_tune import AttentionTune
-from eval.kernel_cases import Case, Family, make_mask
+from eval import records
+from eval.kernel_cases import Case, families
+from eval.kernel_cases.attention import AttentionTune
 from eval.kernel_timing import Compiled, compile_all, time_interleaved
 from pallas_kernels._common import tuned
-from pallas_kernels._common.config import Config, to_json
 from pallas_kernels._common.device import KNOWN_DEVICES, Device, current_device
-from pallas_kernels._common.problem import SMALL_TOKENS
+from pallas_kernels._common.problem import facts
 from pallas_kernels._common.testing import relative_error
 
 
@@ -52,7 +48,7 @@ def main(config: TuneConfig) -> tuned.Table:
     path = config.out / tuned.file_name(device.kind)
     versions = {name: version or "-" for name, version in records.versions().items()}
     table = tuned.Table(device.kind, device.capability, True, (), versions=versions)
-    if path.is_file() and not config.again:
+    if path.is_file():
         found = tuned.read(path.read_text())
         if found.versions == versions:
             table = found
@@ -60,18 +56,19 @@ def main(config: TuneConfig) -> tuned.Table:
             console.print(f"{path}: other versions ({found.versions}); tuning all of it again")
     config.out.mkdir(parents=True, exist_ok=True)
 
-    cases = problems(config)
+    todo = problems(config)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     refused = 0
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("tuning", total=len(cases))
-        for _, alike in itertools.groupby(cases, lambda case: (case.facts.op, case.facts.m)):
+        task = progress.add_task("tuning", total=len(todo))
+        for _, alike in itertools.groupby(todo, lambda one: one[0].batch):
             batch = list(alike)
-            progress.update(task, description=f"{batch[0].facts.op} m={batch[0].facts.m}")
-            done = {entry.key for entry in table.entries}
+            name = " ".join(str(part) for part in batch[0][0].batch)
+            progress.update(task, description=name)
+            done = () if config.again else {entry.key for entry in table.entries}
             trials = []
-            for case in batch:
-                missing = [s for s in config.sparsities if _dense_entry(case, s).key not in done]
+            for case, sparsities in batch:
+                missing = [s for s in sparsities if _dense_entry(case, s).key not in done]
                 if missing:
                     trials.append(trial(case, missing, device))
                 else:
@@ -80,39 +77,25 @@ def main(config: TuneConfig) -> tuned.Table:
                 refused += len(failures)
                 for candidate, reason in failures.items():
                     console.print(f"  not run: {candidate}: {reason}")
-                table = dataclasses.replace(table, entries=(*table.entries, *entries))
+                new = {entry.key: entry for entry in entries}
+                kept = {entry.key: entry for entry in table.entries}
+                table = dataclasses.replace(table, entries=tuple((kept | new).values()))
                 tuned.write(table, path)
                 for entry in entries:
                     console.print(_line(entry))
                 progress.advance(task)
     console.print(f"{len(table.entries)} problems in {path}; {refused} candidates could not run")
-    if ops := split_ops(config.ops)[1]:
-        attention_tune.tune_attention(
-            attention_tune.cases(ops, config.attention, config.model),
-            config.out,
-            console,
-            sparsities=config.attention.sparsities,
-            rounds=config.rounds,
-            again=config.again,
-        )
     return table
 
 
-def problems(config: TuneConfig) -> list[Case]:
-    """Everything to tune, in order."""
-
-    def of(family: Family) -> list[Case]:
-        tokens = family.tokens or config.tokens
-        groups = config.groups or family.tune_groups
-        return [family.make(m, g, config.model) for m, g in itertools.product(tokens, groups)]
-
-    return [case for family in split_ops(config.ops)[0].values() for case in of(family)]
+def problems(config: TuneConfig) -> list[tuple[Case, tuple[float, ...]]]:
+    """Everything to tune, in order, with its sparsities."""
+    return [one for family in families(config.ops).values() for one in family.tune_cases(config)]
 
 
 def _dense_entry(case: Case, sparsity: float) -> tuned.Entry:
     """The table entry of a problem as if dense won: its key, and what a winner replaces."""
-    f = case.facts
-    return tuned.Entry(f.op, f.dtype, f.m, f.n, f.k, f.group, sparsity, "dense", None)
+    return tuned.Entry(case.facts.hinted(sparsity), "dense", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,26 +105,20 @@ class Trial:
     case: Case
     operands: list[tuple[Any, ...]]
     layouts: dict[float, Any]
-    configs: dict[str, Config]
+    configs: dict[str, Any]
 
     def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Everybody who takes part: dense with and without zeros, and the kernels."""
         example = (*self.operands[0], next(iter(self.layouts.values())))
-        found = {"dense": self.case.pruned("dense"), "plain": self.case.dense()}
-        found |= {n: self.case.pruned("triton", config) for n, config in self.configs.items()}
+        kernel_of = facts(self.case.facts.op).kernel_of
+        found = {"dense": self.case.pruned("dense"), **self.case.dense()}
+        found |= {n: self.case.pruned(kernel_of(c), c) for n, c in self.configs.items()}
         return {name: (run, example) for name, run in found.items()}
 
 
 def trial(case: Case, sparsities: list[float], device: Device) -> Trial:
     """The trial of a problem at the given sparsities: its operands, masks and candidates."""
-    m = case.facts.m
-    kind = "clustered" if 1 < m <= SMALL_TOKENS else "random"
-    layouts = {}
-    for s in sparsities:
-        mask = make_mask(kind, m, case.groups, s)
-        if m == 1 and s > 0:  # exactly the sparsity asked for
-            mask = ((jnp.arange(case.groups) * s) % 1.0 < 1.0 - s)[None, :]
-        layouts[s] = pallas_kernels.mask_layout(mask)
+    layouts = {s: case.layout(case.tuning_mask(s)) for s in sparsities}
     configs = {str(config): config for config in case.candidates(device)}
     return Trial(case, case.operands(), layouts, configs)
 
@@ -153,56 +130,55 @@ def measure(trials: list[Trial], rounds: int) -> Iterator[tuple[list[tuned.Entry
     """
     functions = {(i, n): f for i, t in enumerate(trials) for n, f in t.functions().items()}
     compiled, failures = compile_all(functions, workers=16)
+    for (i, name), error in failures.items():
+        if name not in trials[i].configs:
+            raise error
     turns = {}
     for i, one in enumerate(trials):
-        for name in ("dense", "plain"):
-            if (i, name) in failures:
-                raise failures[i, name]
         runs = {name: run for (j, name), run in compiled.items() if i == j}
         for s, layout in one.layouts.items():
             sets = [one.case.arguments(operands, layout) for operands in one.operands]
-            _check(one.case, runs, one.configs, sets[0])
+            _check(one, runs, sets[0])
             turns |= {(i, s, name): (run, sets) for name, run in runs.items()}
-            turns[i, s, "plain"] = (runs["plain"], [(*o, layout) for o in one.operands])
+            unpruned = [(*operands, layout) for operands in one.operands]
+            turns |= {(i, s, name): (runs[name], unpruned) for name in one.case.dense()}
     timings = time_interleaved(turns, rounds) if turns else {}
     for i, one in enumerate(trials):
         entries = []
+        kernel_of = facts(one.case.facts.op).kernel_of
         for s in one.layouts:
             ms = {name: t.ms for (j, at, name), t in timings.items() if (j, at) == (i, s)}
-            best = min((name for name in ms if name != "plain"), key=ms.__getitem__)
             fastest = min(one.configs.keys() & ms.keys(), key=ms.__getitem__, default=None)
+            config = None if fastest is None else one.configs[fastest]
+            dense_wins = fastest is None or ms["dense"] <= ms[fastest]
             entries.append(
                 dataclasses.replace(
                     _dense_entry(one.case, s),
-                    implementation="dense" if best == "dense" else "triton",
-                    config=None if fastest is None else one.configs[fastest],
-                    ms=round(ms[best], 5),
-                    dense_ms=round(min(ms["dense"], ms["plain"]), 5),
+                    implementation="dense" if dense_wins else kernel_of(config),
+                    config=config,
+                    ms=round(ms["dense"] if dense_wins else ms[fastest], 5),
+                    dense_ms=round(min(ms[name] for name in ("dense", *one.case.dense())), 5),
                 )
             )
         failed = {name: error for (j, name), error in failures.items() if i == j}
         yield entries, {f"{one.case} {name}": repr(e)[:160] for name, e in failed.items()}
 
 
-def _check(
-    case: Case,
-    compiled: dict[str, Compiled],
-    configs: dict[str, Config],
-    arguments: tuple[Any, ...],
-) -> None:
-    """Raise `RuntimeError` if a candidate disagrees with the dense product: never tune on junk."""
+def _check(one: Trial, compiled: dict[str, Compiled], arguments: tuple[Any, ...]) -> None:
+    """Raise `RuntimeError` if a candidate disagrees with the dense op: never tune on junk."""
     expected = compiled["dense"].call(*arguments)
-    for name in configs.keys() & compiled.keys():
+    for name in one.configs.keys() & compiled.keys():
         error = relative_error(compiled[name].call(*arguments), expected)
         if not error < 1e-2:
-            raise RuntimeError(f"{case}: {name} differs from dense by {error:.2g}")
+            raise RuntimeError(f"{one.case}: {name} differs from dense by {error:.2g}")
 
 
 def _line(entry: tuned.Entry) -> str:
     speedup = (entry.dense_ms or 0) / (entry.ms or 1)
-    config = "" if entry.config is None else to_json(entry.config)
+    shape = " ".join(f"{name}={size}" for name, size in entry.problem.shape.items())
+    config = "" if entry.config is None else facts(entry.op).config_to_json(entry.config)
     return (
-        f"  {entry.op} m={entry.m} group={entry.group} sparsity={entry.sparsity:g}: "
+        f"  {entry.op} {shape} sparsity={entry.sparsity:g}: "
         f"{entry.implementation} {entry.ms:.4f} ms, {speedup:.2f}x dense {config}"
     )
 
@@ -216,22 +192,24 @@ DERIVATION = (
     "is above 0.98. Tiles: the widest that fits the card's shared memory. Input-pruned products "
     "(gemm_k): (1.05 / 0.85) of the groups that a tile of 128 tokens computes, where bits of a "
     "pattern that tokens are too few to tell apart count as on, plus 200 / k for every partial sum."
+    " Prefill: time relative to cuDNN = (1 - sparsity) (1 + h) / 0.7 with "
+    "h = block_m / (2 t (1 - sparsity)) for each group's last, partial tile (mma.sync flash "
+    "attention through Triton, against cuDNN's own). Decode: bytes, (1 - sparsity) / 0.9 for one "
+    "row; more rows read what their own masks need. Dense where that is above 0.98. Tiles: those "
+    "that the compiler fits into registers and shared memory for heads of this size."
 )
 
 
 def derive(device: Device, config: TuneConfig) -> tuned.Table:
     """The table of a card that nobody measured, from `DERIVATION`'s model."""
     entries = []
-    for case, s in itertools.product(problems(config), config.sparsities):
+    for case, sparsities in problems(config):
         chosen = case.candidates(device)[0]
-        faster = case.relative_time(chosen, s) < 0.98
-        entries.append(
-            dataclasses.replace(
-                _dense_entry(case, s),
-                implementation="triton" if faster else "dense",
-                config=chosen,
-            )
-        )
+        kernel = facts(case.facts.op).kernel_of(chosen)
+        for s in sparsities:
+            winner = kernel if case.relative_time(chosen, s) < 0.98 else "dense"
+            entry = _dense_entry(case, s)
+            entries.append(dataclasses.replace(entry, implementation=winner, config=chosen))
     capability = device.capability or ""
     return tuned.Table(device.kind, capability, False, tuple(entries), model=DERIVATION)
 

@@ -11,8 +11,6 @@
 docs/kernels.md explains layout, kernels and measurements.
 """
 
-from pallas_kernels._attention.dispatch import AttentionChoice as AttentionChoice
-from pallas_kernels._attention.dispatch import explain_attention as explain_attention
 from pallas_kernels.attention_decode import attention_decode as attention_decode
 from pallas_kernels.attention_prefill import attention_prefill as attention_prefill
 from pallas_kernels.dispatch import Choice as Choice

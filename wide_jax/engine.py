@@ -5,7 +5,7 @@ from typing import Literal
 
 from flax import nnx
 
-from pallas_kernels import explain, explain_attention
+from pallas_kernels import explain
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import Device, current_device
 from wide_jax import pruned
@@ -177,7 +177,7 @@ def plan(
         found.append(_planned(op, part, getattr(kernels, op), choice))
     op = "attention_decode" if tokens == 1 else "attention_prefill"
     unwindowed = config.sliding_window is None
-    choice = explain_attention(
+    choice = explain(
         op,
         b=batch,
         t=tokens,

@@ -3,10 +3,11 @@
 A new op is one file here (a `Case`, see base.py) and one line in `FAMILIES`.
 """
 
-from eval.kernel_cases import input_pruned, output_pruned
+from eval.kernel_cases import attention, input_pruned, output_pruned
 from eval.kernel_cases.base import Case as Case
 from eval.kernel_cases.base import Family as Family
 from eval.kernel_cases.base import MaskKind as MaskKind
+from eval.kernel_cases.base import ProductCase as ProductCase
 from eval.kernel_cases.base import make_mask as make_mask
 
 FAMILIES: dict[str, Family] = {
@@ -14,6 +15,8 @@ FAMILIES: dict[str, Family] = {
     "swiglu_up": output_pruned.GATE_UP,
     "gemm_k": input_pruned.DOWN,
     "gemm_k_o": input_pruned.OUTPUT,  # the same op as the output projection of attention
+    "attention_prefill": attention.PREFILL,
+    "attention_decode": attention.DECODE,
 }
 
 

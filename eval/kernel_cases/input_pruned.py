@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from eval.kernel_cases.base import COLD_BYTES, Case, Family, Run, weight_sets
+from eval.kernel_cases.base import ProductCase, ProductFamily, Run
 from pallas_kernels import dispatch
 from pallas_kernels._common.config import Config, KTileConfig, SmallConfig
 from pallas_kernels._common.device import Device
@@ -42,14 +42,8 @@ FEW_TOKENS = ((16, 128, 2, 6), (16, 128, 4, 6), (32, 128, 4, 4), (64, 128, 4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class InputPruned(Case):
+class InputPruned(ProductCase):
     """`h[m, k]` times `w[n, k]`, `group` input channels a group."""
-
-    m: int
-    n: int
-    k: int
-    group: int
-    dtype: str = "bfloat16"
 
     @property
     def facts(self) -> Problem:
@@ -57,32 +51,16 @@ class InputPruned(Case):
         return Problem("gemm_k", self.m, self.n, self.k, self.group, self.dtype)
 
     @property
-    def shape(self) -> dict[str, int]:
-        """The shape as a record holds it."""
-        return {"m": self.m, "n": self.n, "k": self.k, "group": self.group}
-
-    @property
     def groups(self) -> int:
         """Number of groups."""
         return self.k // self.group
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight."""
-        return self.n * self.k * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def cold(self) -> bool:
-        """Whether the weights are read from memory: rotated over, or larger than the L2 cache."""
-        sets = weight_sets(self.weight_bytes, self.m)
-        return sets > 1 or self.weight_bytes > COLD_BYTES // 2
 
     def operands(self, seed: int = 0) -> list[tuple[jax.Array, ...]]:
         """Random normal h, with each of several weights of variance 1 / k."""
         key = jax.random.key(seed)
         h = jax.random.normal(key, (self.m, self.k), self.dtype)
         scale = jnp.asarray(self.k**-0.5, self.dtype)
-        keys = jax.random.split(key, weight_sets(self.weight_bytes, self.m))
+        keys = jax.random.split(key, self.weight_sets)
         return [(h, jax.random.normal(k, (self.n, self.k), self.dtype) * scale) for k in keys]
 
     def arguments(self, operands: tuple[jax.Array, ...], layout: Any) -> tuple[Any, ...]:
@@ -91,9 +69,9 @@ class InputPruned(Case):
         kept = jnp.repeat(layout.mask, self.group, axis=1)
         return jnp.where(kept, h, jnp.zeros((), h.dtype)), w, layout
 
-    def dense(self) -> Run:
+    def dense(self) -> dict[str, Run]:
         """cuBLAS, over all inputs."""
-        return lambda h, w, layout: jnp.einsum("mk,nk->mn", h, w)
+        return {"dense-unmasked": lambda h, w, layout: jnp.einsum("mk,nk->mn", h, w)}
 
     def pruned(self, implementation: Any, config: Config | None = None) -> Run:
         """The op under test; the order of the K axis is made in it."""
@@ -160,8 +138,8 @@ def _output(m: int, group: int, model: str) -> InputPruned:
     return InputPruned(m, shape.n, shape.k, group)
 
 
-DOWN = Family("down", _down)
-OUTPUT = Family("o", _output, tune_groups=(128, 256, 512), bench_groups=(128, 256, 512))
+DOWN = ProductFamily("down", _down)
+OUTPUT = ProductFamily("o", _output, tune_groups=(128, 256, 512), bench_groups=(128, 256, 512))
 
 
 def _gather_scatter(problem: InputPruned, capacity: int) -> Run:

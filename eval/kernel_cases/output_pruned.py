@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from eval.kernel_cases.base import COLD_BYTES, Case, Family, Run, weight_sets
+from eval.kernel_cases.base import ProductCase, ProductFamily, Run
 from pallas_kernels import dispatch
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
 from pallas_kernels._common.device import Device
@@ -61,25 +61,15 @@ SPLIT_TOKENS = ((128, 128, 8, 3, 8), (128, 64, 4, 4, 8), (256, 64, 8, 4, 8), (12
 
 
 @dataclasses.dataclass(frozen=True)
-class Product(Case):
+class Product(ProductCase):
     """`x[m, k]`, one or two weights `[n, k]`, `group` output channels a group."""
 
-    op: str
-    m: int
-    n: int
-    k: int
-    group: int
-    dtype: str = "bfloat16"
+    op: str = dataclasses.field(kw_only=True)
 
     @property
     def facts(self) -> Problem:
         """The problem as dispatch sees it, without a hint."""
         return Problem(self.op, self.m, self.n, self.k, self.group, self.dtype)
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The shape as a record holds it."""
-        return {"m": self.m, "n": self.n, "k": self.k, "group": self.group}
 
     @property
     def groups(self) -> int:
@@ -89,17 +79,7 @@ class Product(Case):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights of one op."""
-        return MATRICES[self.op] * self.n * self.k * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def cold(self) -> bool:
-        """Whether the weights are read from memory: rotated over, or larger than the L2 cache."""
-        return self.weight_sets > 1 or self.weight_bytes > COLD_BYTES // 2
-
-    @property
-    def weight_sets(self) -> int:
-        """How many sets of weights the operands rotate over."""
-        return weight_sets(self.weight_bytes, self.m)
+        return MATRICES[self.op] * super().weight_bytes
 
     def operands(self, seed: int = 0) -> list[tuple[jax.Array, ...]]:
         """Random normal x, with each of `weight_sets` sets of weights of variance 1 / k."""
@@ -113,14 +93,14 @@ class Product(Case):
             sets.append((x, *(jax.random.normal(k, shape, self.dtype) * scale for k in keys)))
         return sets
 
-    def dense(self) -> Run:
+    def dense(self) -> dict[str, Run]:
         """cuBLAS products, and one pass for SwiGLU."""
 
         def run(x, *weights_and_layout):
             *weights, _ = weights_and_layout
             return _finish([jnp.einsum("mk,nk->mn", x, w) for w in weights])
 
-        return run
+        return {"dense-unmasked": run}
 
     def pruned(self, implementation: Any, config: Config | None = None) -> Run:
         """The op under test, on a layout made beforehand."""
@@ -203,16 +183,16 @@ class Product(Case):
 
 def _query(m: int, group: int, model: str) -> Product:
     shape = QUERY_SHAPES[model]
-    return Product("gemm_mn", m, shape.n, shape.k, group)
+    return Product(m, shape.n, shape.k, group, op="gemm_mn")
 
 
 def _gate_up(m: int, group: int, model: str) -> Product:
     shape = FFN_SHAPES[model]
-    return Product("swiglu_up", m, shape.n, shape.k, group)
+    return Product(m, shape.n, shape.k, group, op="swiglu_up")
 
 
-QUERY = Family("q", _query)
-GATE_UP = Family("gate_up", _gate_up)
+QUERY = ProductFamily("q", _query)
+GATE_UP = ProductFamily("gate_up", _gate_up)
 
 
 def _gather_scatter(problem: Product, capacity: int) -> Run:

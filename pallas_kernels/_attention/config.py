@@ -1,14 +1,9 @@
-"""Tile sizes of the attention kernels: frozen, checked, and written to JSON and back."""
+"""Tile sizes of the attention kernels: frozen and checked."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-from pallas_kernels._common.forms import (
-    check_positive,
-    check_powers_of_two,
-    form_from_json,
-    form_to_json,
-)
+from pallas_kernels._common.forms import check_positive, check_powers_of_two
 
 AttentionImplementation = Literal["reference", "dense", "triton", "mosaic"]
 
@@ -98,13 +93,3 @@ FORMS: dict[str, type[FlashConfig] | type[MosaicConfig] | type[DecodeConfig]] = 
     "mosaic": MosaicConfig,
     "decode": DecodeConfig,
 }
-
-
-def to_json(config: AttentionConfig) -> dict[str, Any]:
-    """The JSON object of a config; `from_json` reads it back."""
-    return form_to_json(config, FORMS)
-
-
-def from_json(data: dict[str, Any]) -> AttentionConfig:
-    """A config from its JSON object. Raises `ValueError` on an unknown form or field."""
-    return form_from_json(data, FORMS)

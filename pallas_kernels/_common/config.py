@@ -1,14 +1,9 @@
-"""Tile sizes of the GEMM kernels: frozen, checked, and written to JSON and back."""
+"""Tile sizes of the GEMM kernels: frozen and checked."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-from pallas_kernels._common.forms import (
-    check_positive,
-    check_powers_of_two,
-    form_from_json,
-    form_to_json,
-)
+from pallas_kernels._common.forms import check_positive, check_powers_of_two
 
 Implementation = Literal["reference", "dense", "pallas", "triton"]
 
@@ -167,13 +162,3 @@ FORMS: dict[str, type[Config]] = {
     "small": SmallConfig,
     "k_tile": KTileConfig,
 }
-
-
-def to_json(config: Config) -> dict[str, Any]:
-    """The JSON object of a config; `from_json` reads it back."""
-    return form_to_json(config, FORMS)
-
-
-def from_json(data: dict[str, Any]) -> Config:
-    """A config from its JSON object. Raises `ValueError` on an unknown form or field."""
-    return form_from_json(data, FORMS)

@@ -1,4 +1,4 @@
-"""From a named or chosen implementation to its config (every op) and its call (products)."""
+"""From a resolved implementation and config of a product to its call."""
 
 from jaxtyping import Array, Float
 
@@ -6,35 +6,8 @@ from pallas_kernels._common.config import Config, Implementation, TileConfig
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.output_pruned import refusal
 from pallas_kernels._common.problem import Problem
-from pallas_kernels.dispatch import choose, config_for, facts
+from pallas_kernels.dispatch import resolve as resolve
 from pallas_kernels.layout import MaskLayout
-
-
-def resolve(
-    problem: Problem, implementation: Implementation | None, config: Config | None
-) -> tuple[Implementation, Config | None]:
-    """The implementation to run and its config; `None` asks the table.
-
-    Raises `ValueError` on an unknown name, or a config for what has none.
-    """
-    if implementation is None:
-        if config is not None:
-            raise ValueError("name the implementation that the config is for")
-        choice = choose(problem)
-        return choice.implementation, choice.config
-    known = facts(problem.op).implementations
-    if implementation not in known:
-        raise ValueError(f"unknown {implementation=}; known: {', '.join(known)}")
-    if implementation in ("reference", "dense"):
-        if config is not None:
-            raise ValueError(f"implementation='{implementation}' has no tile sizes to configure")
-        return implementation, None
-    if config is None:
-        config = config_for(problem)
-        for_pallas = facts(problem.op).for_pallas
-        if implementation == "pallas" and for_pallas is not None:
-            config = for_pallas(config, problem)
-    return implementation, config
 
 
 def run_kernel(

@@ -9,12 +9,11 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable
 from importlib import resources
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from pallas_kernels._common.config import Config, Implementation, from_json, to_json
 from pallas_kernels._common.device import TABLE_FOR_CAPABILITY, Device
+from pallas_kernels._common.problem import AnyImplementation, Call, facts
 
 # A folder of tables that come before the package's own: where `wide tune` writes.
 USER_TABLES = "WIDE_TUNED_DIR"
@@ -22,24 +21,54 @@ USER_TABLES = "WIDE_TUNED_DIR"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The winner for one shape: `x[m, k]`, `w[n, k]`, `group` channels, `sparsity` skipped."""
+    """The winner for one problem, whose `expected_sparsity` is the fraction that was skipped.
 
-    op: str
-    dtype: str
-    m: int
-    n: int
-    k: int
-    group: int
-    sparsity: float
-    implementation: Implementation
-    config: Config | None
+    `config` is that of the fastest kernel, also where dense is faster; None: no kernel ran.
+    """
+
+    problem: Call
+    implementation: AnyImplementation
+    config: Any
     ms: float | None = None
     dense_ms: float | None = None
+
+    def __post_init__(self):
+        if self.implementation != "dense" and self.config is None:
+            raise ValueError(f"{self.problem}: {self.implementation} won, but with what config?")
+
+    @property
+    def op(self) -> str:
+        """The op."""
+        return self.problem.op
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of (token, group) pairs that was skipped."""
+        return self.problem.sparsity
 
     @property
     def key(self) -> tuple:
         """What identifies the problem (not its winner)."""
-        return (self.op, self.dtype, self.m, self.n, self.k, self.group, self.sparsity)
+        p = self.problem
+        return (p.op, p.dtype, *p.shape.values(), p.sparsity)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of the entry; `read_entry` reads it back."""
+        p, config = self.problem, self.config
+        config = None if config is None else facts(p.op).config_to_json(config)
+        fields = {"op": p.op, "dtype": p.dtype, **p.shape, "sparsity": p.sparsity}
+        won = {"implementation": self.implementation, "config": config}
+        return {**fields, **won, "ms": self.ms, "dense_ms": self.dense_ms}
+
+
+def read_entry(data: dict[str, Any]) -> Entry:
+    """An entry from its JSON object. Raises `ValueError` where it is not one."""
+    fields = dict(data)
+    op = facts(fields["op"])
+    config = fields.pop("config")
+    won = {name: fields.pop(name) for name in ("implementation", "ms", "dense_ms")}
+    problem = op.problem(expected_sparsity=fields.pop("sparsity"), **fields)
+    return Entry(problem, config=config and op.config_from_json(config), **won)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,40 +84,18 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the table; `read` reads it back."""
-        entries = []
-        for entry in sorted(self.entries, key=lambda e: e.key):
-            config = None if entry.config is None else to_json(entry.config)
-            entries.append({**dataclasses.asdict(entry), "config": config})
-        return {
-            "device_kind": self.device_kind,
-            "capability": self.capability,
-            "measured": self.measured,
-            "model": self.model,
-            "versions": self.versions,
-            "entries": entries,
-        }
+        head = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        ordered = sorted(self.entries, key=lambda e: e.key)
+        return {**head, "entries": [entry.to_json() for entry in ordered]}
 
 
 def read(text: str) -> Table:
     """A table from its JSON text. Raises `ValueError` where it is not one."""
     data = json.loads(text)
-    entries = []
-    for item in data.pop("entries"):
-        config = item.pop("config")
-        entries.append(Entry(**item, config=None if config is None else from_json(config)))
-    return Table(entries=tuple(entries), **data)
+    return Table(entries=tuple(map(read_entry, data.pop("entries"))), **data)
 
 
-@runtime_checkable
-class Written(Protocol):
-    """A table that can be written: `to_json()["entries"]` is a list of objects."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The table's JSON object."""
-        ...
-
-
-def write(table: Written, path: pathlib.Path) -> None:
+def write(table: Table, path: pathlib.Path) -> None:
     """Write a table, one entry a line, replacing the file in one step."""
     data = table.to_json()
     entries = data.pop("entries")
@@ -105,22 +112,26 @@ def file_name(device_kind: str) -> str:
     return device_kind.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
-def find_text(device_kind: str, package: str, prefix: str = "") -> str | None:
-    """The JSON text of a device kind's table: the user's own, else the package's, else None.
+@functools.cache
+def load(device_kind: str) -> Table | None:
+    """The table of a device kind: the user's own, with the package's entries of its other ops.
 
-    `prefix` tells a kind of table from others in the user's folder.
+    None where there is neither.
     """
     name = file_name(device_kind)
+    resource = resources.files("pallas_kernels.tuned") / name
+    package = read(resource.read_text()) if resource.is_file() else None
     user = os.environ.get(USER_TABLES)
-    if user and (path := pathlib.Path(user) / (prefix + name)).is_file():
-        return path.read_text()
-    resource = resources.files(package) / name
-    return resource.read_text() if resource.is_file() else None
+    if not user or not (path := pathlib.Path(user) / name).is_file():
+        return package
+    own = read(path.read_text())
+    ops = {entry.op for entry in own.entries}
+    others = () if package is None else package.entries
+    entries = (*own.entries, *(entry for entry in others if entry.op not in ops))
+    return dataclasses.replace(own, entries=entries)
 
 
-def own_or_borrowed[Found](
-    device: Device, load: Callable[[str], Found | None]
-) -> tuple[Found, bool] | None:
+def table_for(device: Device) -> tuple[Table, bool] | None:
     """The table to use for a device, and whether it is that very device kind's own.
 
     A card without a table borrows that of its capability's measured or modelled class.
@@ -130,15 +141,3 @@ def own_or_borrowed[Found](
     borrowed = TABLE_FOR_CAPABILITY.get(device.capability or "")
     table = None if borrowed is None else load(borrowed)
     return None if table is None else (table, False)
-
-
-@functools.cache
-def load(device_kind: str) -> Table | None:
-    """The products' table of a device kind: the user's own, else the package's, else None."""
-    text = find_text(device_kind, "pallas_kernels.tuned")
-    return None if text is None else read(text)
-
-
-def table_for(device: Device) -> tuple[Table, bool] | None:
-    """The products' table to use for a device: see `own_or_borrowed`."""
-    return own_or_borrowed(device, load)

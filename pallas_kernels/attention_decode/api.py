@@ -5,8 +5,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels._attention.checks import check_heads, check_rows, check_settings
 from pallas_kernels._attention.config import AttentionConfig, AttentionImplementation
-from pallas_kernels._attention.dispatch import AttentionProblem, resolve
+from pallas_kernels._attention.problem import AttentionProblem
 from pallas_kernels._attention.ranges import visible_ranges
+from pallas_kernels.dispatch import resolve
 
 
 def attention_decode(
@@ -42,7 +43,7 @@ def attention_decode(
         scale: of the logits, by default d ** -0.5.
         expected_sparsity: static hint for the choice of implementation, never for the result.
         implementation: `reference`, `dense` (cuDNN, then zeros), `triton`: runs or raises. None:
-            what the table of this device says (`pallas_kernels.explain_attention`).
+            what the table of this device says (`pallas_kernels.explain`).
         config: tile sizes for a named kernel, in place of the table's.
 
     Raises:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._attention.config import AttentionConfig, MosaicConfig, head_block
-from pallas_kernels._attention.dispatch import MOSAIC_HEAD_SIZES
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
+from pallas_kernels.attention_prefill.facts import MOSAIC_HEAD_SIZES
 from pallas_kernels.attention_prefill.triton import row_counts
 from pallas_kernels.layout import MaskLayout
 

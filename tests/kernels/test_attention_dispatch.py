@@ -1,40 +1,24 @@
 """What attention runs when nothing is named, its tables, benchmark and tuner, and machine code."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
-import eval.attention_bench
-import eval.attention_problems
-import eval.attention_tune
 import eval.bench_kernels
+import eval.kernel_cases.attention
 import eval.tune_kernels
-from eval.attention_bench import AttentionBench, Measure, attention_records
-from eval.attention_problems import AttentionCase, split_ops
-from eval.attention_tune import AttentionTune, candidates, tune_attention
 from eval.bench_kernels import BenchConfig
+from eval.kernel_cases import families
+from eval.kernel_cases.attention import AttentionBench, AttentionCase, AttentionTune
 from eval.kernel_timing import Timing
 from eval.tune_kernels import TuneConfig
-from pallas_kernels._attention import tables
-from pallas_kernels._attention.config import (
-    DecodeConfig,
-    FlashConfig,
-    MosaicConfig,
-    from_json,
-    head_block,
-    to_json,
-)
-from pallas_kernels._attention.dispatch import (
-    AttentionProblem,
-    choose,
-    config_for,
-    default_config,
-    explain_attention,
-)
+from pallas_kernels import dispatch, explain
+from pallas_kernels._attention.config import DecodeConfig, FlashConfig, MosaicConfig, head_block
+from pallas_kernels._attention.problem import AttentionProblem
+from pallas_kernels._common import tuned
+from pallas_kernels._common.config import SmallConfig
 from pallas_kernels._common.cubin import TYPE_NAMES, Usage, compile_usage
 from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES, RTX_5090, Device
 from pallas_kernels._common.shapes import MODELS, ModelShape
@@ -42,6 +26,7 @@ from pallas_kernels._common.testing import interpreted
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
 from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
 from pallas_kernels.attention_prefill.flash_kernel import flash_kernel
+from pallas_kernels.dispatch import choose, config_for, default_config, facts
 
 LLAMA = dict(hq=32, hk=8, d=128, group=4)
 PREFILL = dict(b=1, t=16384, s=16384, **LLAMA)
@@ -55,34 +40,32 @@ def problem(op="attention_prefill", **changes) -> AttentionProblem:
 
 def test_a_cpu_runs_the_reference():
     for op, shape in (("attention_prefill", PREFILL), ("attention_decode", DECODE)):
-        choice = explain_attention(op, **shape, device=CPU)
+        choice = explain(op, **shape, device=CPU)
         assert choice.implementation == "reference"
         assert "not a CUDA device" in choice.reason
 
 
 def test_hopper_runs_mosaic_and_others_triton():
-    half = explain_attention("attention_prefill", **PREFILL, expected_sparsity=0.5, device=H200)
+    half = explain("attention_prefill", **PREFILL, expected_sparsity=0.5, device=H200)
     assert half.implementation == "mosaic"
     assert half.measured
     assert "took" in half.reason
-    assert half == explain_attention("attention_prefill", **PREFILL, device=H200)
+    assert half == explain("attention_prefill", **PREFILL, device=H200)
     for device in (A100, RTX_5090, Device("NVIDIA L4", "8.9")):
-        other = explain_attention("attention_prefill", **PREFILL, device=device)
+        other = explain("attention_prefill", **PREFILL, device=device)
         assert other.implementation == "triton"
         assert not other.measured
     # What Mosaic has not run on a card, or cannot: chunks, windows and such, other heads, float32.
     unproven = (dict(plain=False), dict(from_start=False), dict(d=64), dict(d=256))
     for changes in (*unproven, dict(d=96), dict(d=80), dict(dtype="float32")):
         assert choose(problem(**changes), H200).implementation == "triton"
-    h100 = explain_attention(
-        "attention_prefill", **PREFILL, device=Device("NVIDIA H100 80GB HBM3", "9.0")
-    )
+    h100 = explain("attention_prefill", **PREFILL, device=Device("NVIDIA H100 80GB HBM3", "9.0"))
     assert h100.implementation == "mosaic"
     assert not h100.measured
 
 
 def test_decode_on_an_h200_was_measured():
-    choice = explain_attention("attention_decode", **DECODE, expected_sparsity=0.5, device=H200)
+    choice = explain("attention_decode", **DECODE, expected_sparsity=0.5, device=H200)
     assert choice.implementation == "triton"
     assert isinstance(choice.config, DecodeConfig)
     assert choice.measured
@@ -90,32 +73,20 @@ def test_decode_on_an_h200_was_measured():
 
 def test_dense_only_where_cudnn_can():
     """A table that says dense sends what cuDNN cannot run to the fastest kernel."""
-    entry = tables.AttentionEntry(
-        "attention_prefill", "bfloat16", *PREFILL.values(), 0.5, "dense", MosaicConfig(128, 2)
-    )
-    entry = dataclasses.replace(entry, hq=32, hk=8, d=128, group=4)
-    table = tables.AttentionTable("NVIDIA H200", "9.0", True, (entry,))
+    entry = tuned.Entry(problem(expected_sparsity=0.5), "dense", MosaicConfig(128, 2))
+    table = tuned.Table("NVIDIA H200", "9.0", True, (entry,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "load", lambda kind: table)
+        patch.setattr(tuned, "load", lambda kind: table)
         assert choose(problem(), H200).implementation == "dense"
         chunk = choose(problem(plain=False), H200)
         assert chunk.implementation == "triton"  # the entry's kernel does not run a chunk
         assert "derived" in chunk.reason
         flash = dataclasses.replace(entry, config=FlashConfig(64, 64, 4, 3))
-        patch.setattr(tables, "load", lambda kind: dataclasses.replace(table, entries=(flash,)))
+        patch.setattr(tuned, "load", lambda kind: dataclasses.replace(table, entries=(flash,)))
         chunk = choose(problem(plain=False), H200)
         assert chunk.config == flash.config
         assert "cannot run this" in chunk.reason
         assert choose(problem(dtype="float32"), H200).implementation == "triton"
-
-
-def test_measured_entries_choose_the_faster():
-    table = tables.load(H200.kind)
-    assert table.measured
-    for entry in table.entries:
-        if entry.implementation != "dense":
-            assert entry.ms <= entry.dense_ms * 1.1, entry  # dense also pays for its zeros
-    assert len({entry.key for entry in table.entries}) == len(table.entries)
 
 
 def test_without_triton_cudnn_runs_with_a_notice(monkeypatch, caplog):
@@ -131,13 +102,13 @@ def test_without_triton_cudnn_runs_with_a_notice(monkeypatch, caplog):
     "config", [FlashConfig(64, 32, 4, 2), MosaicConfig(192, 2), DecodeConfig(512, 64, 4, 3)]
 )
 def test_configs_and_tables_round_trip(config, tmp_path):
-    assert from_json(json.loads(json.dumps(to_json(config)))) == config
-    entry = tables.AttentionEntry(
-        "attention_prefill", "bfloat16", 1, 8, 8, 4, 2, 64, 2, 0.5, "dense", config, 1.0, 2.0
-    )
-    table = tables.AttentionTable("NVIDIA H200", "9.0", False, (entry,), "a model", {"jax": "1"})
-    tables.write(table, tmp_path / "table.json")
-    assert tables.read((tmp_path / "table.json").read_text()) == table
+    op = "attention_decode" if isinstance(config, DecodeConfig) else "attention_prefill"
+    entry = tuned.Entry(problem(op, expected_sparsity=0.5), "dense", config, 1.0, 2.0)
+    product = dispatch.Problem("gemm_k", 8, 64, 32, 16, "float16", 0.25)
+    entries = (entry, tuned.Entry(product, "triton", SmallConfig(16, 16, 4, 2)))
+    table = tuned.Table("NVIDIA H200", "9.0", False, entries, "a model", {"jax": "1"})
+    tuned.write(table, tmp_path / "table.json")
+    assert tuned.read((tmp_path / "table.json").read_text()) == table
 
 
 def test_bad_configs_are_refused():
@@ -148,27 +119,16 @@ def test_bad_configs_are_refused():
     with pytest.raises(ValueError, match="stages=1 must be at least 2"):
         MosaicConfig(64, 1)
     with pytest.raises(ValueError, match="unknown config form"):
-        from_json({"form": "tile"})
+        facts("attention_prefill").config_from_json({"form": "tile"})
     with pytest.raises(ValueError, match="does not fit FlashConfig"):
-        from_json({"form": "flash", "blocks": 3})
+        facts("attention_prefill").config_from_json({"form": "flash", "blocks": 3})
 
 
-def test_derived_tables_are_those_checked_in(tmp_path):
-    for path in eval.attention_tune.write_derived(tmp_path, AttentionTune(), "llama-3.1-8b"):
-        fresh = tables.read(path.read_text())
-        assert not fresh.measured
-        assert fresh == tables.load(fresh.device_kind)
-
-
-def test_ops_are_split_between_products_and_attention():
-    products, attention = split_ops(())
-    assert "gemm_mn" in products
-    assert attention == ("attention_prefill", "attention_decode")
-    assert split_ops(("attention_decode",)) == ({}, ("attention_decode",))
-    products, attention = split_ops(("gemm_mn",))
-    assert (list(products), attention) == (["gemm_mn"], ())
+def test_families_are_named_or_all():
+    assert {"gemm_mn", "attention_prefill", "attention_decode"} <= set(families(()))
+    assert list(families(("attention_decode",))) == ["attention_decode"]
     with pytest.raises(ValueError, match="unknown ops"):
-        split_ops(("attention_prefil",))
+        families(("attention_prefil",))
 
 
 TINY_PREFILL = AttentionCase("attention_prefill", 1, 40, 40, 4, 2, 64, 2)
@@ -182,114 +142,96 @@ def fake_gpu(monkeypatch):
     def clock(contenders, rounds=30):
         return {name: Timing((1.0 + i,) * rounds) for i, name in enumerate(contenders)}
 
-    original = AttentionCase.run
+    original = AttentionCase.pruned
 
-    def run(self, implementation, config=None):
+    def pruned(self, implementation, config=None):
         return original(self, "reference" if implementation == "dense" else implementation, config)
 
-    for module in (eval.attention_bench, eval.attention_tune):
+    for module in (eval.bench_kernels, eval.tune_kernels):
+        monkeypatch.setattr(module, "current_device", lambda: A100)
         monkeypatch.setattr(module, "time_interleaved", clock)
-    monkeypatch.setattr(eval.attention_tune, "current_device", lambda: A100)
-    monkeypatch.setattr("pallas_kernels._attention.dispatch.current_device", lambda: A100)
-    monkeypatch.setattr(AttentionCase, "run", run)
-    monkeypatch.setattr(AttentionCase, "dense", lambda self: {"cudnn": self.run("reference")})
-    monkeypatch.setattr(eval.attention_tune, "FLASH_MMA", ((32, 32, 4, 2),))
-    monkeypatch.setattr(eval.attention_tune, "DECODE", ((64, 32, 4, 2),))
-    monkeypatch.setattr(eval.attention_problems, "COLD_BYTES", 1000)
+    monkeypatch.setattr("pallas_kernels.dispatch.current_device", lambda: A100)
+    monkeypatch.setattr(AttentionCase, "pruned", pruned)
+    monkeypatch.setattr(
+        AttentionCase, "dense", lambda self: {"cudnn, unmasked": pruned(self, "dense")}
+    )
+    monkeypatch.setattr(eval.kernel_cases.attention, "FLASH_MMA", ((32, 32, 4, 2),))
+    monkeypatch.setattr(eval.kernel_cases.attention, "DECODE_SPLITS", ((64, 32, 4, 2),))
+    monkeypatch.setattr(eval.kernel_cases.attention, "COLD_BYTES", 1000)
+    monkeypatch.setitem(MODELS, "tiny", ModelShape(32, 64, 4, 2, 64))
     with interpreted():
         yield
 
 
-@pytest.mark.parametrize("case", [TINY_PREFILL, TINY_DECODE], ids=lambda case: case.op)
-def test_benchmark_records(case, fake_gpu):
-    rows = list(attention_records([case], AttentionBench(), Measure((0.0, 0.5), ("random",), 2)))
-    for sparsity in (0.0, 0.5):
-        cell = [row for row in rows if row["expected_sparsity"] == sparsity]
-        assert sum(row["dispatched"] for row in cell) == 1
-        kernels = [row for row in cell if row["implementation"] == "triton"]
-        assert kernels
-        for row in kernels:
-            assert row["rel_error"] < 1e-2
-            assert row["speedup"] == row["dense_ms"] / row["ms"]
-            assert row["shape"]["tk"] == case.s
-            assert row["config"]["form"] in ("flash", "decode")
-    full, half = (next(r for r in rows if r["expected_sparsity"] == s) for s in (0.0, 0.5))
-    assert half["flops"] < full["flops"]
-    assert half["bytes"] < full["bytes"]
-    json.dumps(rows)
-    assert eval.attention_bench.table(rows).row_count == 2
+OPS = ("attention_prefill", "attention_decode")
+SIZES = dict(prefill_tokens=(40,), decode=((3, 64),), decode_groups=(2,))
 
 
-@pytest.fixture
-def small_models(monkeypatch):
-    monkeypatch.setitem(MODELS, "tiny", ModelShape(32, 64, 4, 2, 64))
-    clock = eval.attention_bench.time_interleaved
-    for module in (eval.bench_kernels, eval.tune_kernels):
-        monkeypatch.setattr(module, "current_device", lambda: A100)
-        monkeypatch.setattr(module, "time_interleaved", clock)
-
-
-def test_bench_command_with_attention_only(fake_gpu, small_models, tmp_path, monkeypatch):
+def test_the_benchmark_writes_complete_records(fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(eval.bench_kernels, "copy_record", _no_copy)
     config = BenchConfig(
         json=tmp_path / "kernels.jsonl",
+        plots=tmp_path / "plots",
         model="tiny",
-        ops=("attention_prefill", "attention_decode"),
-        sparsities=(0.5,),
+        ops=OPS,
+        sparsities=(0.0, 0.5),
         masks=("random",),
         rounds=2,
-        attention=AttentionBench(
-            prefill_tokens=(33,), groups=(2,), decode=((2, 40),), decode_groups=(2,)
-        ),
+        attention=AttentionBench(**SIZES, groups=(2,)),
     )
     rows = eval.bench_kernels.main(config)
-    assert {row["op"] for row in rows} == {"copy", "attention_prefill", "attention_decode"}
     assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == len(rows)
+    assert {row["op"] for row in rows} == {"copy", *OPS}
+    assert eval.bench_kernels.table(rows).row_count == 5  # what dispatch runs, and the copy
+    assert not config.plots.exists()  # they are of products
+    for op, form in zip(OPS, ("flash", "decode"), strict=True):
+        of_op = [row for row in rows if row["op"] == op]
+        for sparsity in (0.0, 0.5):
+            cell = [row for row in of_op if row["expected_sparsity"] == sparsity]
+            assert sum(row["dispatched"] for row in cell) == 1
+            [row] = [row for row in cell if row["implementation"] == "triton"]
+            assert row["rel_error"] < 1e-2
+            assert row["speedup"] == row["dense_ms"] / row["ms"]
+            assert row["shape"]["tk"] == (64 if op == "attention_decode" else 40)
+            assert row["config"]["form"] == form
+            full = [r for r in cell if r["implementation"] == eval.bench_kernels.FULL]
+            assert len(full) == (op == "attention_decode")
+        full, half = (next(r for r in of_op if r["expected_sparsity"] == s) for s in (0.0, 0.5))
+        assert half["flops"] < full["flops"]
+        assert half["bytes"] < full["bytes"]
 
 
 def _no_copy(rounds):
-    what = {"op": "copy", "case": "copy", "shape": {"bytes": 1}, "dtype": "float32"}
+    what = {"op": "copy", "case": "copy", "shape": {"bytes": 1}, "dtype": "float32", "bytes": 2}
     return what | {"sparsity": 0.0, "mask": "none", "implementation": "xla", "ms": 1.0}
 
 
-def test_tune_command_with_attention_only(fake_gpu, small_models, tmp_path):
-    attention = AttentionTune(
-        prefill_tokens=(33,),
-        prefill_groups=(2,),
-        decode=((2, 40),),
-        decode_groups=(2,),
-        sparsities=(0.5,),
-    )
-    config = TuneConfig(
-        tmp_path, model="tiny", ops=("attention_prefill", "attention_decode"), attention=attention
-    )
-    table = eval.tune_kernels.main(config)
-    assert table.entries == ()
-    written = tables.read((tmp_path / "attention_nvidia_a100.json").read_text())
-    assert {entry.op for entry in written.entries} == {"attention_prefill", "attention_decode"}
+def tune_config(folder, sparsities, **changes) -> TuneConfig:
+    attention = AttentionTune(**SIZES, prefill_groups=(2,), sparsities=sparsities)
+    return TuneConfig(folder, model="tiny", ops=OPS, rounds=2, attention=attention, **changes)
 
 
-def test_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path):
-    def run(sparsities):
-        problems = [TINY_PREFILL, TINY_DECODE]
-        return tune_attention(
-            problems, tmp_path, Console(), sparsities=sparsities, rounds=2, again=False
-        )
-
-    table = run((0.0,))
-    written = tables.read((tmp_path / "attention_nvidia_a100.json").read_text())
-    assert set(written.entries) == set(table.entries)
-    assert len(table.entries) == 2
+def test_the_tuner_writes_every_problem_and_resumes(fake_gpu, tmp_path):
+    table = eval.tune_kernels.main(tune_config(tmp_path, (0.0,)))
+    path = tmp_path / "nvidia_a100.json"
+    assert set(tuned.read(path.read_text()).entries) == set(table.entries)
+    assert [entry.op for entry in table.entries] == list(OPS)
     assert {entry.implementation for entry in table.entries} == {"dense"}  # by the fake clock
-    again = run((0.0, 0.5))
-    assert len(again.entries) == 4
-    assert set(table.entries) < set(again.entries)
+    more = eval.tune_kernels.main(tune_config(tmp_path, (0.0, 0.5)))
+    assert len(more.entries) == 4
+    assert set(table.entries) < set(more.entries)
+    # Measuring some of it again keeps the rest, whatever the op.
+    product = dispatch.Problem("gemm_k", 8, 64, 32, 16, "float16", 0.25)
+    other = tuned.Entry(product, "dense", None, 1.0, 1.0)
+    tuned.write(dataclasses.replace(more, entries=(*more.entries, other)), path)
+    again = eval.tune_kernels.main(tune_config(tmp_path, (0.0,), again=True))
+    assert set(again.entries) == {*more.entries, other}
 
 
 def test_the_tuner_stops_at_a_wrong_kernel(fake_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(eval.attention_tune, "relative_error", lambda a, b: float("nan"))
+    monkeypatch.setattr(eval.tune_kernels, "relative_error", lambda a, b: float("nan"))
     with pytest.raises(RuntimeError, match="differs from dense by nan"):
-        tune_attention([TINY_DECODE], tmp_path, Console(), sparsities=(0.0,), rounds=2, again=False)
+        eval.tune_kernels.main(tune_config(tmp_path, (0.0,)))
 
 
 def test_active_work_is_counted_by_hand():
@@ -347,13 +289,17 @@ def shipped() -> list[tuple[Device, FlashConfig | DecodeConfig, int, str]]:
     """Every Triton config of a table, and what shapes alone lead to for other heads and dtypes."""
     found = {}
     for device in KNOWN_DEVICES:
-        for entry in tables.load(device.kind).entries:
-            found[device, entry.config, entry.d, entry.dtype] = None
+        for entry in tuned.load(device.kind).entries:
+            if isinstance(entry.problem, AttentionProblem):
+                found[device, entry.config, entry.problem.d, entry.problem.dtype] = None
         for d in (64, 80, 128, 256):
             for dtype in ("bfloat16", "float32"):
                 for op in ("attention_prefill", "attention_decode"):
-                    facts = problem(op, d=d, dtype=dtype)
-                    config = default_config(facts, "triton", device)
+                    config = default_config(
+                        problem(op, d=d, dtype=dtype),
+                        device.shared_memory_per_block,
+                        device.capability,
+                    )
                     found[device, config, d, dtype] = None
     return [key for key in found if not isinstance(key[1], MosaicConfig)]
 
@@ -441,7 +387,7 @@ def mosaic_lowered(d: int, config: MosaicConfig, *, bounded: bool) -> str:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_mosaic_fits_and_lowers(d, bounded):
     """Registers and spills of a Mosaic kernel come from the card; memory and features do not."""
-    config = config_for(problem(d=d), "mosaic", H200)
+    config = config_for(problem(d=d), H200, "mosaic")
     assert isinstance(config, MosaicConfig)
     assert config.shared_memory_bytes(d, 2) <= H200.shared_memory_per_block
     assert "mosaic_gpu" in mosaic_lowered(d, config, bounded=bounded)
@@ -450,7 +396,7 @@ def test_mosaic_fits_and_lowers(d, bounded):
 def test_every_candidate_fits_its_card():
     for device in KNOWN_DEVICES:
         for case in (TINY_PREFILL, TINY_DECODE):
-            found = candidates(case, device)
+            found = case.candidates(device)
             assert found
             assert any(isinstance(c, MosaicConfig) for c in found) == (
                 device is H200 and not case.decode
@@ -462,9 +408,7 @@ def test_case_E7_configs_for_consumer_cards_fit(d):
     for op in ("attention_prefill", "attention_decode"):
         for dtype in ("bfloat16", "float32"):
             for device in (RTX_5090, Device("NVIDIA GeForce RTX 4090", "8.9")):
-                facts = problem(op, d=d, dtype=dtype)
                 itemsize = 4 if dtype == "float32" else 2
-                needed = config_for(facts, "triton", device).shared_memory_bytes(
-                    d, itemsize, device.capability
-                )
+                config = config_for(problem(op, d=d, dtype=dtype), device)
+                needed = config.shared_memory_bytes(d, itemsize, device.capability)
                 assert needed <= 101_376

@@ -72,9 +72,9 @@ def shipped() -> list[Shipped]:
         table = tuned.load(device.kind)
         assert table is not None
         for e in table.entries:
-            if e.config is not None:
-                tokens = e.m if isinstance(e.config, SmallConfig) else 4096
-                one = Shipped(device, e.op, e.dtype, tokens, e.config)
+            if isinstance(e.problem, dispatch.Problem) and e.config is not None:
+                tokens = e.problem.m if isinstance(e.config, SmallConfig) else 4096
+                one = Shipped(device, e.op, e.problem.dtype, tokens, e.config)
                 found[dataclasses.replace(one, config=_without_band(e.config))] = one
     # What the tuner tries on the card that most of this was measured on, whether or not it won.
     for op, m in itertools.product(("gemm_mn", "swiglu_up"), (64, 4096)):

@@ -12,17 +12,12 @@ import pytest
 import pallas_kernels
 from pallas_kernels import explain
 from pallas_kernels._common import triton_support, tuned
-from pallas_kernels._common.config import (
-    PersistentConfig,
-    SmallConfig,
-    TileConfig,
-    from_json,
-    to_json,
-)
+from pallas_kernels._common.config import PersistentConfig, SmallConfig, TileConfig
 from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES, Device
 from pallas_kernels._common.output_pruned import refusal
+from pallas_kernels._common.problem import OPS
 from pallas_kernels._common.testing import interpreted, random_mask
-from pallas_kernels.dispatch import Problem, config_for, default_config
+from pallas_kernels.dispatch import Problem, config_for, default_config, facts
 from tests.kernels.contract import ON_GPU
 
 FFN = dict(m=16384, n=14336, k=4096, group=128)
@@ -58,8 +53,10 @@ def test_an_h200_runs_what_was_measured():
 def test_measured_entries_choose_the_faster():
     """An entry's winner is at least as fast as dense, or is dense itself."""
     table = tuned.load(H200.kind)
+    assert table.measured
+    assert {entry.op for entry in table.entries} == set(OPS)
     for entry in table.entries:
-        if entry.implementation == "triton":
+        if entry.implementation != "dense":
             assert entry.ms <= entry.dense_ms * 1.1, entry  # dense also pays for its zeros
     assert len({entry.key for entry in table.entries}) == len(table.entries)
 
@@ -116,7 +113,8 @@ def test_heuristic_is_pure_and_fits_small_shared_memory():
     ids=str,
 )
 def test_config_json_round_trip(config):
-    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+    op = facts("gemm_mn")
+    assert op.config_from_json(json.loads(json.dumps(op.config_to_json(config)))) == config
 
 
 def test_bad_configs_are_refused():
@@ -125,9 +123,9 @@ def test_bad_configs_are_refused():
     with pytest.raises(ValueError, match="num_stages=0"):
         SmallConfig(16, 32, 4, 0)
     with pytest.raises(ValueError, match="unknown config form 'huge'"):
-        from_json({"form": "huge"})
+        facts("gemm_mn").config_from_json({"form": "huge"})
     with pytest.raises(ValueError, match="does not fit TileConfig"):
-        from_json({"form": "tile", "blocks": 3})
+        facts("gemm_mn").config_from_json({"form": "tile", "blocks": 3})
     layout = pallas_kernels.mask_layout(jnp.ones((4, 2), bool))
     x = w = jnp.ones((4, 4))
     with pytest.raises(ValueError, match="no tile sizes"):
@@ -139,16 +137,32 @@ def test_bad_configs_are_refused():
 
 
 def test_a_users_own_table_comes_first(tmp_path, monkeypatch):
-    entry = tuned.Entry("swiglu_up", "bfloat16", 16384, 14336, 4096, 128, 0.5, "dense", None)
-    table = tuned.Table(H200.kind, "9.0", True, (entry,))
+    problem = Problem("swiglu_up", **FFN, dtype="bfloat16", expected_sparsity=0.5)
+    table = tuned.Table(H200.kind, "9.0", True, (tuned.Entry(problem, "dense", None),))
     tuned.write(table, tmp_path / tuned.file_name(H200.kind))
+    other = dict(m=16384, n=4096, k=4096, group=512, device=H200)
+    ours = explain("gemm_mn", **other)
     monkeypatch.setenv(tuned.USER_TABLES, str(tmp_path))
     tuned.load.cache_clear()
     try:
-        assert tuned.load(H200.kind) == table
+        assert tuned.load(H200.kind).entries[0] == table.entries[0]
         assert explain("swiglu_up", **FFN, device=H200).implementation == "dense"
+        assert explain("gemm_mn", **other) == ours  # what the user has not tuned is the package's
     finally:
         tuned.load.cache_clear()
+
+
+def test_an_entry_of_a_kernel_has_its_config():
+    problem = Problem("swiglu_up", **FFN, dtype="bfloat16", expected_sparsity=0.5)
+    with pytest.raises(ValueError, match="triton won, but with what config"):
+        tuned.Entry(problem, "triton", None)
+
+
+def test_unknown_ops_and_shapes_are_refused():
+    with pytest.raises(ValueError, match="unknown op='gemm'; known: attention_decode"):
+        explain("gemm", **FFN)
+    with pytest.raises(TypeError, match="group"):
+        explain("gemm_mn", m=1, n=2, k=3)
 
 
 def test_case_F4_without_triton_xla_runs_with_a_notice(monkeypatch, caplog):

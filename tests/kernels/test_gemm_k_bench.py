@@ -8,7 +8,7 @@ from eval.bench_kernels import BenchConfig
 from eval.kernel_cases import FAMILIES
 from eval.kernel_timing import Timing
 from eval.tune_kernels import TuneConfig
-from pallas_kernels._common.device import H200, KNOWN_DEVICES
+from pallas_kernels._common.device import A100, H200, KNOWN_DEVICES
 from pallas_kernels._common.shapes import GemmShape
 from pallas_kernels._common.testing import interpreted
 
@@ -26,6 +26,8 @@ def fake_gpu(monkeypatch):
     for module in (eval.bench_kernels, eval.tune_kernels):
         monkeypatch.setattr(module, "current_device", lambda: H200)
         monkeypatch.setattr(module, "time_interleaved", clock)
+    # The kernels' choices: without the persistent form, which has no interpreter.
+    monkeypatch.setattr("pallas_kernels.dispatch.current_device", lambda: A100)
     cases = "eval.kernel_cases.input_pruned"
     monkeypatch.setattr(f"{cases}.ONE_TOKEN", ((16, 32, 4, 1),))
     monkeypatch.setattr(f"{cases}.TILES", ((32, 32, 4, 2, ((2, 4),)),))
@@ -41,7 +43,7 @@ def test_the_tuner_measures_both_projections(fake_gpu, tmp_path):
         tmp_path, model="tiny", ops=OPS, tokens=(1, 70), groups=(32,), sparsities=(0.5,), rounds=2
     )
     table = eval.tune_kernels.main(config)
-    assert {(e.op, e.m, e.n, e.k, e.group) for e in table.entries} == {
+    assert {(e.op, *e.problem.shape.values()) for e in table.entries} == {
         ("gemm_k", m, 32, k, 32) for m in (1, 70) for k in (64, 128)
     }
     assert all(e.implementation == "dense" and e.config is not None for e in table.entries)

@@ -1,1 +1,0 @@
-"""The fastest attention implementations, one JSON file a device kind."""
