@@ -29,6 +29,7 @@ from pallas_kernels.norm_route.api import RouterWeights
 MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
 BLOCK_G = 32  # groups decided at a time
 STEP_BLOCK_G = 128  # the same in a step, where a round trip to memory is what a group costs
+STEP_MAP = 4096  # numbers of the second map that a step holds at once: of higher ranks fewer groups
 NUM_WARPS = 4
 
 
@@ -293,17 +294,18 @@ def step_constants(
 ) -> dict[str, Any]:
     """Compile-time constants of `step_kernel`."""
     rank, tokens = weights.compressor.shape[0], triton.next_power_of_2(m)
+    ranks, groups = (max(16, triton.next_power_of_2(n)) for n in (rank, weights.groups))
     return dict(
         D=hidden,
         R=rank,
         GROUPS=weights.groups,
         EPS=eps,
         THRESHOLD=threshold,
-        RANKS=max(16, triton.next_power_of_2(rank)),
+        RANKS=ranks,
         TOKENS=tokens,
         ROWS=1 if m == 1 else max(16, tokens),
         BLOCK_D=max(64, 4096 // tokens),
-        BLOCK_G=min(STEP_BLOCK_G, triton.next_power_of_2(max(16, weights.groups))),
+        BLOCK_G=min(STEP_BLOCK_G, groups, max(16, STEP_MAP // ranks)),
         SLICE=triton.next_power_of_2(math.ceil(hidden / rank)),
     )
 

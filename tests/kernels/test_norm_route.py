@@ -22,6 +22,8 @@ EPS = 1e-5
 SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
     (1, 576, 32, 9),
     (5, 128, 16, 112),
+    (1, 64, 128, 70),  # more groups than a step decides at once
+    (3, 64, 16, 130),
     (64, 64, 8, 3),
     (65, 576, 32, 24),
     (130, 192, 20, 40),
@@ -151,6 +153,20 @@ def test_kernels_compile_without_spills(device, dtype, m):
     assert "red." not in found.instructions
     if kernel is rows_kernel:  # the step's one atomic counts programs, and adds nothing up
         assert "atom." not in found.instructions
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
+def test_a_step_of_a_high_rank_holds_fewer_groups(device):
+    """Loaded ahead, 128 groups of rank 128 would take all registers and spill."""
+    _, _, weights = operands(1, 4096, 128, 112, "bfloat16")
+    constants = step_constants(1, 4096, weights, EPS, 0.0)
+    kinds = {"mask": "*i1", "M": "i32", "arrived": "*i32"}
+    kinds |= dict.fromkeys(("x", "norm_weight", "normed"), TYPE_NAMES["bfloat16"])
+    signature = {
+        name: kinds.get(name, "*fp32") for name in step_kernel.arg_names if name not in constants
+    }
+    found = compile_usage(step_kernel, signature, constants, device.capability, NUM_WARPS, 3)
+    assert found.spills == 0
 
 
 def test_three_parts_are_the_weight():
