@@ -9,7 +9,8 @@ each on the stream that the layers before it have pruned.
 A score is known only when all that the group would have computed is there, so this can save no
 more than the group's part of the output projection (`savable_flops`). To skip a whole group, a
 method has to guess its score from the sublayer's input; these masks are those of a perfect guess,
-and their quality is an upper bound for such methods, at a sparsity that is not saved here.
+at a sparsity that is not saved here. Every layer cuts the same share: a method that shares the cut
+out among layers, as trained routers do, may lose less.
 """
 
 import contextlib

@@ -38,7 +38,8 @@ class Settings:
     accumulation: int = 1
     router_rank: int = 32
     threshold_rows: int = 64
-    """Training rows on which the masks' cut is set, as in `wide calibrate`."""
+    """Training rows on which the masks' cut is set, as in `wide calibrate`; the baseline without
+    training takes as many as one update has."""
     save_every: int = 100
     """Updates that a kill can lose."""
 
