@@ -231,11 +231,11 @@ def savings_table(results: Results) -> str:
 
 
 def not_run(results: Results) -> str:
-    """Every row of the plan with a part that has no result."""
+    """Every row of the plan with a part that has no result, or not all of it."""
     lines = []
     for row in plan():
-        known = {key[0] for key in results[row.id].records} if row.id in results else set()
-        left = [part for part in parts_of(row) if part not in known]
+        known = results.get(row.id)
+        left = [part for part in parts_of(row) if known is None or not known.has(part)]
         if left:
             lines.append(f"- `{row.id}`: {', '.join(left)}")
     return "\n".join(lines) if lines else "Every row of the plan has been run."

@@ -34,6 +34,12 @@ class Result:
         """The record of a part that has one."""
         return next((r for key, r in self.records.items() if key[0] == part), None)
 
+    def has(self, part: str) -> bool:
+        """Whether nothing of the part is missing; of tasks that is all seven."""
+        if part in ("tasks", "whole_tasks"):
+            return self.mean(part) is not None
+        return self.part(part) is not None
+
     def source(self, part: str) -> str:
         """Where that record is."""
         return next(s for key, s in self.sources.items() if key[0] == part)

@@ -422,6 +422,12 @@ def test_the_document_says_what_the_records_say(study_file, tmp_path):
     assert (tmp_path / "study" / "loss.svg").exists()
 
 
+def test_a_part_with_some_of_its_tasks_is_not_run(study_file):
+    dense = {row.id: row for row in plan()}["dense"]
+    append_record(study_file, entry(dense, "whole_tasks", "piqa", TASKS["piqa"], 0.5))
+    assert "- `dense`: whole_tasks, generation" in document.not_run(read(study_file))
+
+
 def test_every_figures_points_name_their_lines(study_file):
     found = {figure.key: figure for figure in figures(read(study_file))}
     assert found.keys() == {"loss", "tasks", "allocation"}
