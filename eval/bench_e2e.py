@@ -67,8 +67,8 @@ class E2EConfig:
     """Channels per FFN group, where weights are random; a trained model has its own."""
     phases: tuple[Phase, ...] = ("prefill", "decode")
     """What to measure."""
-    steps: int = 32
-    """Decode steps of one timed loop."""
+    steps: int = 64
+    """Decode steps of one timed loop: a call costs about 5 ms beside them."""
     rounds: int = 5
     """Timed turns of every contender, 3 at least."""
     seconds_per_cell: float = 20.0

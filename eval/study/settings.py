@@ -102,9 +102,9 @@ def parts_of(row: Row) -> tuple[Part, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the results file holds: (row, part, task) of every record."""
+    """What the results file holds: (row, part, task, metric) of every record."""
 
-    found: frozenset[tuple[str, str, str]]
+    found: frozenset[tuple[str, str, str, str]]
 
     @classmethod
     def read(cls, settings: Settings) -> "Measured":
@@ -117,19 +117,24 @@ class Measured:
             return cls(frozenset())
         records = [record for _, record in read_records(settings.record)]
         _check_settings(settings, records)
-        return cls(frozenset((r["row"], r["part"], r["task"]) for r in records))
+        return cls(frozenset((r["row"], r["part"], r["task"], r["metric"]) for r in records))
 
     def has(self, row: Row, part: Part, settings: Settings) -> bool:
         """Whether nothing of the part is missing."""
         return not self.missing_tasks(row, part, settings)
 
     def missing_tasks(self, row: Row, part: Part, settings: Settings) -> tuple[str, ...]:
-        """The tasks of the part without a record; `(part,)` for a part that is no task."""
+        """The tasks of the part without a record; `(part,)` for a part that is no task.
+
+        A task has several metrics, written one by one: it is known by the one that the study reads.
+        """
         tasks = settings.tasks_of(part)
+        known = {(task, metric) for r, p, task, metric in self.found if (r, p) == (row.id, part)}
         if not tasks:
-            known = any((r, p) == (row.id, part) for r, p, _ in self.found)
             return () if known else (part,)
-        return tuple(task for task in tasks if (row.id, part, task) not in self.found)
+        read = {task: TASKS.get(task) for task in tasks}
+        done = {task for task, metric in known if read.get(task) in (None, metric)}
+        return tuple(task for task in tasks if task not in done)
 
 
 def _check_settings(settings: Settings, records: Iterable[dict[str, Any]]) -> None:

@@ -318,11 +318,19 @@ def test_the_deadline_ends_what_runs(empty):
 def test_models_that_are_gone_are_made_again_but_not_measured_again(empty):
     """The results came home and the runs did not: a stage 2 needs its stage 1 once more."""
     jobs = jobs_of([ROWS[WIDE], ROWS[STAGE2]])
-    record = {"row": WIDE, "part": "perplexity", "task": "text"}
-    measured = Measured(frozenset({tuple(record.values())}))
+    measured = Measured(frozenset({(WIDE, "perplexity", "text", "token_perplexity")}))
     assert measured.has(ROWS[WIDE], "perplexity", empty)
     assert not is_ready(Job(ROWS[STAGE2], "perplexity"), empty)
     assert missing(jobs, empty)[0] == Job(ROWS[WIDE], "perplexity")
+
+
+def test_a_task_killed_between_its_metrics_is_measured_again(empty):
+    settings = dataclasses.replace(empty, tasks=("arc_challenge", "boolq"))
+    found = {(WIDE, "tasks", "arc_challenge", "acc"), (WIDE, "tasks", "boolq", "acc")}
+    measured = Measured(frozenset(found))
+    assert measured.missing_tasks(ROWS[WIDE], "tasks", settings) == ("arc_challenge",)
+    whole = Measured(frozenset(found | {(WIDE, "tasks", "arc_challenge", "acc_norm")}))
+    assert whole.has(ROWS[WIDE], "tasks", settings)
 
 
 def test_the_command_starts_jobs_and_says_what_is_left(settings, tmp_path, capsys):
