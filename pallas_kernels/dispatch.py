@@ -119,16 +119,6 @@ def default_config(problem: Call, shared_memory: int, capability: str) -> Any:
     return facts(problem.op).default_config(problem, shared_memory, capability)
 
 
-def kernels_for(problem: Call, device: Device | None = None) -> tuple[AnyImplementation, ...]:
-    """The kernels to choose from on the device."""
-    device = device or current_device()
-    if device.capability is None or float(device.capability) < 8.0:
-        return ()
-    if not triton_support.available():
-        return ()
-    return facts(problem.op).kernels(problem, device.capability)
-
-
 def _without_kernels(problem: Call, capability: str, reason: str) -> Choice:
     dense = facts(problem.op).dense_runs(problem, capability)
     choice = Choice("dense" if dense else "reference", None, reason, measured=False)
