@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.axes
 import matplotlib.figure
 
-from pallas_kernels._common.tuned import Table
+from pallas_kernels._common.tuned import Entry, Table
 
 MARKERS = "osD^vP*X"
 
@@ -18,10 +18,10 @@ def op_names(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [op for op, shape in shapes.items() if {"m", "k"} <= shape.keys()]
 
 
-def panels(ops: Sequence[str]) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
-    """A figure with one panel an op, side by side."""
-    figure = matplotlib.figure.Figure(figsize=(5.0 * len(ops), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(ops), sharey=True, squeeze=False)
+def panels(count: int) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
+    """A figure with so many panels side by side."""
+    figure = matplotlib.figure.Figure(figsize=(5.0 * count, 4.2), layout="constrained")
+    axes = figure.subplots(1, count, sharey=True, squeeze=False)
     return figure, list(axes[0])
 
 
@@ -38,14 +38,15 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
     """Speedup over dense by group size at the longest input, one line a sparsity."""
     ops = op_names(rows)
     products = [r for r in rows if r["op"] in ops and r["dispatched"]]
-    figure, panel = panels(ops)
-    for axes, op in zip(panel, ops, strict=True):
-        longest = max(r["shape"]["m"] for r in products if r["op"] == op)
+    cases = list(dict.fromkeys((r["op"], r["case"]) for r in products))
+    figure, panel = panels(len(cases))
+    for axes, (op, case) in zip(panel, cases, strict=True):
+        longest = max(r["shape"]["m"] for r in products if r["case"] == case)
         for sparsity in sorted({r["expected_sparsity"] for r in products}):
             cells = sorted(
                 (r["shape"]["group"], r["speedup"])
                 for r in products
-                if r["op"] == op
+                if r["case"] == case
                 and r["shape"]["m"] == longest
                 and r["expected_sparsity"] == sparsity
                 and r["mask"] in ("random", "all_on")
@@ -57,7 +58,7 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
                     axes.axhline(ideal, color=line[0].get_color(), linestyle=":", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("channels per group")
-        axes.set_title(f"{op}, {longest:,} tokens, random masks")
+        axes.set_title(f"{op} ({case}), {longest:,} tokens, random masks")
         axes.grid(alpha=0.3)
         axes.legend(title="skipped (dotted: ideal)", fontsize=8)
         axes.set_ylabel("speedup over dense")
@@ -66,14 +67,14 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
 
 def table_figure(table: Table) -> matplotlib.figure.Figure:
     """Speedup of a measured table's winners by group size and token count, 50 % skipped."""
-    shapes = {entry.op: entry.problem.shape for entry in table.entries}
-    ops = [op for op, shape in shapes.items() if "m" in shape]
-    figure, panel = panels(ops)
-    for axes, op in zip(panel, ops, strict=True):
+    timed = [e for e in table.entries if e.sparsity == 0.5 and e.ms and e.dense_ms]
+    weights = list(dict.fromkeys(_weight(e) for e in timed if "m" in e.problem.shape))
+    figure, panel = panels(len(weights))
+    for axes, weight in zip(panel, weights, strict=True):
         speedups = [
-            (e.problem.shape["m"], e.problem.shape["group"], e.dense_ms / e.ms)
-            for e in table.entries
-            if e.op == op and e.sparsity == 0.5 and e.ms and e.dense_ms
+            (e.problem.shape["m"], e.problem.shape["group"], (e.dense_ms or 0) / (e.ms or 1))
+            for e in timed
+            if _weight(e) == weight
         ]
         for tokens in sorted({m for m, _, _ in speedups}):
             cells = sorted((group, speedup) for m, group, speedup in speedups if m == tokens)
@@ -83,10 +84,16 @@ def table_figure(table: Table) -> matplotlib.figure.Figure:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("channels per group")
         axes.set_ylabel("speedup over dense, 50 % skipped")
-        axes.set_title(f"{op}: what the table of {table.device_kind} runs")
+        axes.set_title(f"{weight}: what {table.device_kind} runs")
         axes.grid(alpha=0.3)
         axes.legend(title="tokens", fontsize=8)
     return figure
+
+
+def _weight(entry: Entry) -> str:
+    """A product of the table, by its weight: the same op serves several."""
+    shape = entry.problem.shape
+    return f"{entry.op} {shape.get('n')} x {shape.get('k')}"
 
 
 def roofline_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:

@@ -184,12 +184,17 @@ def zero_skipped(
 
 def zero_constants(m: int, n: int, group_size: int, groups: int) -> dict[str, int]:
     """Compile-time constants of `zero_kernel`: programs of about 256 channels."""
-    block_n = min(256, triton.next_power_of_2(group_size))
+    block_n = min(256, _power_of_2(group_size))
     return dict(
         N=n,
         G=group_size,
         GROUPS=groups,
-        GROUPS_A_PROGRAM=min(256 // block_n, triton.next_power_of_2(groups)),
+        GROUPS_A_PROGRAM=min(256 // block_n, _power_of_2(groups)),
         BLOCK_M=64 if m > 64 else 4,
         BLOCK_N=block_n,
     )
+
+
+def _power_of_2(n: int) -> int:
+    """The next one, n itself included."""
+    return 1 << (n - 1).bit_length()
