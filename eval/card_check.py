@@ -2,8 +2,8 @@
 
 Each operation as dispatch runs it here, on the layers of two real models, against its reference in
 float32: relative error at most 1.5 times what the plain dense operation has (for those without
-one, a bound of the dtype's own). New compilers, drivers and cards are what it is for: a minute,
-before a benchmark or a long job.
+one, a bound of the dtype's own). New compilers, drivers and cards are what it is for: some minutes,
+most of it compiling, before a benchmark or a long job.
 """
 
 import dataclasses

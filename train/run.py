@@ -318,6 +318,7 @@ def _train(
         if config.threshold_rows and not config.freeze_routers:
             count = -(-config.threshold_rows // config.micro_batch) * config.micro_batch
             sample = SpreadRows(rows, count)
+            events.message(f"setting the masks' cut on {count} training rows ...")
             moved, shift = meet_target(
                 state.trainable, config, lambda x: evaluation(x, frozen, sample, count).skip
             )

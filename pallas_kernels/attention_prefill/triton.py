@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels._attention.config import AttentionConfig, FlashConfig, head_block
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
-from pallas_kernels._common.triton_gemm import zero_skipped
+from pallas_kernels._common.masking import clear_skipped
 from pallas_kernels.attention_prefill.flash_kernel import flash_kernel
 from pallas_kernels.layout import MaskLayout
 
@@ -45,7 +45,7 @@ def attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    flat = zero_skipped(out.reshape(b * t, hq * d), layout.mask, hq // layout.groups * d)
+    flat = clear_skipped(out.reshape(b * t, hq * d), layout.mask, hq // layout.groups * d)
     return flat.reshape(q.shape)
 
 

@@ -57,7 +57,8 @@ def norm_route(
     Raises:
         ValueError: shapes or dtypes that do not fit together, with the numbers.
         NotImplementedError: the named implementation cannot run here; or the result of the kernel
-            is being differentiated.
+            is being differentiated, or batched by `jax.vmap` where the kernel updates a buffer
+            in place (up to 64 tokens).
     """
     counter = jnp.zeros((1,), jnp.int32)
     normed, mask, _ = norm_route_step(

@@ -53,7 +53,8 @@ def rope_cache(
     Raises:
         ValueError: shapes or dtypes that do not fit together, with the numbers.
         NotImplementedError: the named implementation cannot run here; or the result of the kernel
-            is being differentiated.
+            is being differentiated, or batched by `jax.vmap` where the kernel updates a buffer
+            in place.
     """
     _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm)
     match implementation or ("triton" if triton_support.runs_here() else "reference"):

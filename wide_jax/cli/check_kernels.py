@@ -15,7 +15,7 @@ from wide_jax.cli.start import start
 class Args:
     """Run every operation as this card would and compare it with its float32 reference.
 
-    About a minute, most of it compiling. Exits with 1 if anything is wrong.
+    Some minutes on a cold machine, most of it compiling. Exits with 1 if anything is wrong.
     """
 
     tokens: tuple[int, ...] = (1, 37, 600, 4096)
