@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.norm_route.api import RouterWeights
+from pallas_kernels.rms_norm.reference import rms_norm
 
 
 def norm_route(
@@ -15,10 +16,8 @@ def norm_route(
     threshold: float,
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"]]:
     """See `pallas_kernels.norm_route`."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    normed = norm_weight * (x32 * scale).astype(x.dtype)
-    compressed = _linear(x32, weights.compressor, weights.compressor_bias)
+    normed = rms_norm(x, norm_weight, eps)
+    compressed = _linear(x.astype(jnp.float32), weights.compressor, weights.compressor_bias)
     logits = _linear(compressed, weights.router, weights.router_bias)
     return normed, logits[:, 0::2] - logits[:, 1::2] >= threshold
 
