@@ -75,33 +75,26 @@ def small_tile(
     columns = first_column + tl.arange(0, BLOCK_N)
     column_ok = columns < end_column
     channel = tl.minimum(columns, N - 1).to(tl.int64)
+    WHOLE: tl.constexpr = K % BLOCK_K == 0  # steps end with K
     if TOKENS == 1:
         result = tl.zeros((BLOCK_N,), tl.float32)
         if on != 0:
             # Products are added up by eights, the 16 bytes that a thread loads at once: partial
             # sums for every channel of a step would take the registers of a second program.
-            EIGHT: tl.constexpr = 8 if K % 8 == 0 else 1  # pyrefly: ignore[bad-assignment]
+            EIGHT: tl.constexpr = 1 + 7 * (K % 8 == 0)
             chunk = tl.arange(0, BLOCK_K // EIGHT) * EIGHT
             k = chunk[:, None] + tl.arange(0, EIGHT)[None, :]
             offset = channel[:, None, None] * K + k[None, :, :]
             acc = tl.zeros((BLOCK_N, BLOCK_K // EIGHT), tl.float32)
             acc_up = tl.zeros((BLOCK_N, BLOCK_K // EIGHT), tl.float32)
             for start in range(0, K, BLOCK_K):
-                if K % BLOCK_K == 0:
-                    a = tl.load(w + start + offset)
-                    b = tl.load(x + start + k)
-                    if GLU:
-                        c = tl.load(w_up + start + offset)
-                else:
-                    ok = start + chunk < K
-                    a = tl.load(w + start + offset, mask=ok[None, :, None], other=0.0)
-                    b = tl.load(x + start + k, mask=ok[:, None], other=0.0)
-                    if GLU:
-                        c = tl.load(w_up + start + offset, mask=ok[None, :, None], other=0.0)
-                b = b.to(tl.float32)[None, :, :]
+                ok = start + chunk < K
+                a = _loaded(w + start + offset, ok[None, :, None], WHOLE)
+                b = _loaded(x + start + k, ok[:, None], WHOLE).to(tl.float32)[None, :, :]
                 acc += tl.sum(a.to(tl.float32) * b, axis=2)
                 if GLU:
-                    acc_up += tl.sum(c.to(tl.float32) * b, axis=2)  # pyrefly: ignore[unbound-name]
+                    c = _loaded(w_up + start + offset, ok[None, :, None], WHOLE)
+                    acc_up += tl.sum(c.to(tl.float32) * b, axis=2)
             result = tl.sum(acc, axis=1)
             if GLU:
                 result = result / (1.0 + tl.exp(-result)) * tl.sum(acc_up, axis=1)
@@ -121,18 +114,11 @@ def small_tile(
             acc_up = tl.zeros((BLOCK_N, TOKENS), tl.float32)
             for start in range(0, K, BLOCK_K):
                 ok = start + k < K
-                if K % BLOCK_K == 0:
-                    a = tl.load(w_tile)
-                    b = tl.load(x_tile)
-                else:
-                    a = tl.load(w_tile, mask=ok[None, :], other=0.0)
-                    b = tl.load(x_tile, mask=ok[:, None], other=0.0)
+                a = _loaded(w_tile, ok[None, :], WHOLE)
+                b = _loaded(x_tile, ok[:, None], WHOLE)
                 result = tl.dot(a, b, result, input_precision=PRECISION)
                 if GLU:
-                    if K % BLOCK_K == 0:
-                        c = tl.load(w_up_tile)
-                    else:
-                        c = tl.load(w_up_tile, mask=ok[None, :], other=0.0)
+                    c = _loaded(w_up_tile, ok[None, :], WHOLE)
                     acc_up = tl.dot(c, b, acc_up, input_precision=PRECISION)
                 x_tile += BLOCK_K
                 w_tile += BLOCK_K
@@ -147,3 +133,11 @@ def small_tile(
             result.to(out.dtype.element_ty),
             mask=token_ok[None, :] & column_ok[:, None],
         )
+
+
+@jit
+def _loaded(pointers, ok, WHOLE: tl.constexpr):
+    """What lies there; zeros where not `ok`, unless the step is whole."""
+    if WHOLE:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=ok, other=0.0)
