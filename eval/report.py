@@ -20,6 +20,7 @@ from eval.report_figures import (
     Series,
     draw,
     file_key,
+    over_sparsity,
     series_from,
     spans_decades,
     unit_label,
@@ -159,17 +160,8 @@ def _quality_sparsity(task: str, metric: str, records: Sequence[Sourced]) -> lis
         (label(r.record["recipe"], without=["target"]), r.record["accounting"]["flops"], r)
         for r in records
     )
-    return [
-        Figure(
-            key=file_key("sparsity", task, metric),
-            title=f"{task}, {metric}: quality and sparsity",
-            x_label="FLOPs skipped, of the routable ones",
-            y_label=unit_label(metric),
-            series=series,
-            log_y=spans_decades(metric, series),
-            percent_x=True,
-        )
-    ]
+    title = f"{task}, {metric}: quality and sparsity"
+    return [over_sparsity(file_key("sparsity", task, metric), title, metric, series)]
 
 
 def _group_sizes(task: str, metric: str, records: Sequence[Sourced]) -> list[Figure]:

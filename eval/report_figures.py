@@ -74,6 +74,19 @@ def spans_decades(metric: str, series: Iterable[Series]) -> bool:
     return is_lower_better(metric) and min(values) > 0 and max(values) > WIDE_RANGE * min(values)
 
 
+def over_sparsity(key: str, title: str, metric: str, series: tuple[Series, ...]) -> Figure:
+    """A quality over the FLOPs that were skipped."""
+    return Figure(
+        key=key,
+        title=title,
+        x_label="FLOPs skipped, of the routable ones",
+        y_label=unit_label(metric),
+        series=series,
+        log_y=spans_decades(metric, series),
+        percent_x=True,
+    )
+
+
 def draw(figure: Figure, path: Path) -> None:
     """Draw one figure as SVG; the same figure gives the same bytes. Needs the `eval` extra."""
     import matplotlib

@@ -15,9 +15,8 @@ from eval.report_figures import (
     Point,
     Series,
     file_key,
+    over_sparsity,
     series_from,
-    spans_decades,
-    unit_label,
 )
 from wide_jax.hf.wide_folder import load_wide_info
 
@@ -135,17 +134,8 @@ def training_figures(runs: Sequence[TrainingRun], names: Sequence[str]) -> list[
         series = series_from(points)
         if len(points) < 2:
             continue  # the table says it
-        found.append(
-            Figure(
-                key=file_key("held-out", text),
-                title=f"{text}, held out: quality and sparsity",
-                x_label="FLOPs skipped, of the routable ones",
-                y_label=unit_label(QUALITY),
-                series=series,
-                log_y=spans_decades(QUALITY, series),
-                percent_x=True,
-            )
-        )
+        title = f"{text}, held out: quality and sparsity"
+        found.append(over_sparsity(file_key("held-out", text), title, QUALITY, series))
     losses = [
         Series(run.name, tuple(Point(line["update"], line["lm_loss"], s) for s, line in lines))
         for run in runs
