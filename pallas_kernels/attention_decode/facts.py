@@ -12,9 +12,13 @@ from pallas_kernels._common.problem import OpFacts
 
 def default_config(problem: AttentionProblem, limit: int, capability: str) -> AttentionConfig:
     """Splits and blocks from shapes alone."""
-    block_n, stages = (32, 2) if problem.itemsize == 4 else (64, 3)
-    candidates = [DecodeConfig(512, block_n, 4, stages), DecodeConfig(512, 16, 4, 2)]
-    return first_that_fits([*candidates], problem, limit, capability)
+    if problem.itemsize < 4:
+        candidates = [DecodeConfig(512, 64, 4, 3), DecodeConfig(512, 16, 4, 2)]
+    elif problem.d <= 128:
+        candidates = [DecodeConfig(512, 32, 4, 2), DecodeConfig(512, 16, 4, 2)]
+    else:  # queries and sums of large heads fill the registers of four warps
+        candidates = [DecodeConfig(512, 16, 8, 2)]
+    return first_that_fits(candidates, problem, limit, capability)
 
 
 FACTS = OpFacts(

@@ -3,8 +3,11 @@
     split_kernel   program id -> (split, row, kv head), kv heads fastest
                    all query heads of the kv head are rows of one tile: k and v are read once
                    writes peak, total and the unnormalised sum of its slots, float32
-    merge_kernel   program id -> (row, query head)
-                   reads the splits that hold visible slots, no others
+    merge_kernel   program id -> (row, query head, BLOCK_C of the head's columns)
+                   reads the splits that hold visible slots, no others, BLOCK_S at a time
+
+Both are short: what they wait for, one read after another, is much of their time. So the queries
+are under way with the mask and the ranges, and all that the merge needs of a split with its peak.
 
 A split without visible slots, and a kv head that no active group reads, return before they read
 anything; the merge knows the same ranges and masks and does not look at them either. The merge
@@ -53,13 +56,13 @@ def split_kernel(
     on = tl.load(mask + row * GROUPS + head // PER_GROUP).to(tl.int32)
     first = tl.maximum(tl.load(low + row), split * SPLIT)
     end = tl.minimum(tl.load(high + row) + 1, split * SPLIT + SPLIT)
+    columns = tl.arange(0, BLOCK_D)
+    column_ok = columns < D
+    query_row = row.to(tl.int64) * HQ + head
+    queries = tl.load(
+        q + (query_row * D)[:, None] + columns[None, :], mask=column_ok[None, :], other=0.0
+    )
     if (tl.max(on, axis=0) != 0) & (first < end):
-        columns = tl.arange(0, BLOCK_D)
-        column_ok = columns < D
-        query_row = row.to(tl.int64) * HQ + head
-        queries = tl.load(
-            q + (query_row * D)[:, None] + columns[None, :], mask=column_ok[None, :], other=0.0
-        )
         STRIDE: tl.constexpr = HK * D
         base = row.to(tl.int64) * S * STRIDE + kv_head * D
         keys = tl.arange(0, BLOCK_N)
@@ -108,40 +111,43 @@ def merge_kernel(
     D: tl.constexpr,
     GROUPS: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,  # splits rounded up to a power of two
     BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """The softmax over all slots from the splits; 0 for a head that is off or sees none."""
+    PARTS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0)
-    row = pid // HQ
-    head = pid % HQ
-    on = tl.load(mask + row * GROUPS + head // (HQ // GROUPS)).to(tl.int32)
-    columns = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    total = 0.0
+    row_head = pid // PARTS
+    row = row_head // HQ
+    on = tl.load(mask + row * GROUPS + row_head % HQ // (HQ // GROUPS)).to(tl.int32)
+    first_slot = tl.load(low + row)
     end_slot = tl.load(high + row) + 1
-    if (on != 0) & (end_slot > 0):
-        first = tl.load(low + row) // SPLIT
+    columns = pid % PARTS * BLOCK_C + tl.arange(0, BLOCK_C)
+    column_ok = columns < D
+    acc = tl.zeros((BLOCK_C,), tl.float32)
+    total = 0.0
+    if (on != 0) & (first_slot < end_slot):
+        first = first_slot // SPLIT
         end = (end_slot + SPLIT - 1) // SPLIT
-        base = pid.to(tl.int64) * splits
-        every = tl.arange(0, SPLITS)
-        used = (every >= first) & (every < end)
-        split_peaks = tl.load(peaks + base + every, mask=used, other=-1e30)
-        peak = tl.max(split_peaks, axis=0)
-        split_totals = tl.load(totals + base + every, mask=used, other=0.0)
-        total = tl.sum(tl.exp2(split_peaks - peak) * split_totals, axis=0)
+        base = row_head.to(tl.int64) * splits
+        peak = -1e30
         for start in range(first // BLOCK_S * BLOCK_S, end, BLOCK_S):
-            some = start + tl.arange(0, BLOCK_S)
-            some_used = (some >= first) & (some < end)
-            weight = tl.exp2(tl.load(peaks + base + some, mask=some_used, other=-1e30) - peak)
-            part = tl.load(
-                sums + ((base + some) * D)[:, None] + columns[None, :],
-                mask=some_used[:, None] & (columns < D)[None, :],
+            split = start + tl.arange(0, BLOCK_S)
+            used = (split >= first) & (split < end)
+            split_peaks = tl.load(peaks + base + split, mask=used, other=-1e30)
+            split_totals = tl.load(totals + base + split, mask=used, other=0.0)
+            split_sums = tl.load(
+                sums + ((base + split) * D)[:, None] + columns[None, :],
+                mask=used[:, None] & column_ok[None, :],
                 other=0.0,
             )
-            acc += tl.sum(part * weight[:, None], axis=0)
+            new_peak = tl.maximum(peak, tl.max(split_peaks, axis=0))
+            weight = tl.exp2(split_peaks - new_peak)
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.sum(weight * split_totals, axis=0)
+            acc = acc * shrink + tl.sum(split_sums * weight[:, None], axis=0)
+            peak = new_peak
     result = acc / tl.where(total > 0, total, 1.0)
     tl.store(
-        out + pid.to(tl.int64) * D + columns, result.to(out.dtype.element_ty), mask=columns < D
+        out + row_head.to(tl.int64) * D + columns, result.to(out.dtype.element_ty), mask=column_ok
     )

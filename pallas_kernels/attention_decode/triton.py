@@ -14,7 +14,8 @@ from pallas_kernels._common.device import current_device
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
 
 LOG2_E = math.log2(math.e)
-MERGE_BLOCK = 64  # splits that the merge loads at once: its time is a load's latency each
+# What a program of the merge reads at once: more programs and few reads one after another.
+MERGE_SPLITS, MERGE_COLUMNS = 128, 32
 
 
 def attention(
@@ -51,7 +52,7 @@ def attention(
         [peaks, totals, sums, mask, low, high],
         [splits],
         [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        grid=b * hq,
+        grid=b * hq * math.ceil(d / MERGE_COLUMNS),
         constants=merge_constants(q, splits, mask.shape[1], config),
         num_warps=4,
         num_stages=2,
@@ -87,7 +88,6 @@ def merge_constants(q: jax.Array, splits: int, groups: int, config: DecodeConfig
         D=d,
         GROUPS=groups,
         SPLIT=config.split,
-        SPLITS=triton.next_power_of_2(splits),
-        BLOCK_S=MERGE_BLOCK,
-        BLOCK_D=head_block(d),
+        BLOCK_S=min(MERGE_SPLITS, triton.next_power_of_2(splits)),
+        BLOCK_C=MERGE_COLUMNS,
     )

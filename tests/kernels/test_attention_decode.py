@@ -111,6 +111,12 @@ def test_the_result_does_not_depend_on_the_splits():
         np.testing.assert_allclose(y, results[0], rtol=1e-5, atol=1e-5)
 
 
+def test_more_splits_than_the_merge_reads_at_once():
+    shape = AttentionShape(2, 1, 2100, 2, 1, 16, 1)
+    mask = jnp.ones((2, 1), bool)
+    check(shape, mask, "triton", "float32", DecodeConfig(16, 16, 4, 1), np.array([2090, 40]))
+
+
 @each
 def test_nobody_reads_what_no_active_group_needs(implementation):
     """NaN beyond a row's slots and before its first, and in a kv head whose groups are all off."""

@@ -343,7 +343,7 @@ OTHERS = {
     "merge": (
         merge_kernel,
         {"peaks": "*fp32", "totals": "*fp32", "sums": "*fp32", "mask": "*i1", "out": "*bf16"},
-        dict(SHAPE, SPLIT=256, SPLITS=512, BLOCK_S=16, BLOCK_D=128),
+        dict(SHAPE, SPLIT=256, BLOCK_S=128, BLOCK_C=32),
     ),
 }
 
