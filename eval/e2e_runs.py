@@ -5,6 +5,7 @@ Both are the functions that `generate` runs. A decode loop draws greedily and st
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from jaxtyping import Array, Int
 from eval.kernel_timing import kernel_events
 from wide_jax.accounting import StepUsage, Usage, step_usage, usage
 from wide_jax.batch import TokenBatch
-from wide_jax.cache import KVCache
+from wide_jax.cache import KVCache, LayerCache
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.engine import split_on
 from wide_jax.generate import decode_step, prefill
@@ -30,6 +31,7 @@ from wide_jax.random_weights import random_weight
 from wide_jax.routing import AllOn, Forced, Masks, Routing
 
 Phase = Literal["prefill", "decode"]
+CACHE_HIT = "/jax/compilation_cache/cache_hits"  # the event that JAX records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class CompiledRun:
 
     call: Any
     compile_seconds: float  # tracing included
+    from_cache: bool  # the program came from JAX's compile cache on disk
     temporary_bytes: int
 
 
@@ -95,14 +98,29 @@ def compile_all(
         done = lowered.compile()
         spent = tracing + time.perf_counter() - start
         memory = done.memory_analysis()
-        return CompiledRun(done, spent, 0 if memory is None else memory.temp_size_in_bytes)
+        temporary = 0 if memory is None else memory.temp_size_in_bytes
+        return CompiledRun(done, spent, threading.get_ident() in found, temporary)
+
+    found = set()  # threads whose program was found: JAX says so where it compiles
+
+    def note(event: str, **_) -> None:
+        if event == CACHE_HIT:
+            found.add(threading.get_ident())
 
     lowered = []
     for function, arguments in calls:
         start = time.perf_counter()
         lowered.append((function.lower(*arguments), time.perf_counter() - start))
-    with ThreadPoolExecutor(len(calls) if together else 1) as pool:
-        return list(pool.map(finish, lowered))
+    jax.monitoring.register_event_listener(note)
+    try:
+        results = []
+        for some in [lowered] if together else [[one] for one in lowered]:
+            found.clear()
+            with ThreadPoolExecutor(len(some)) as pool:  # a thread each
+                results += pool.map(finish, some)
+        return results
+    finally:
+        jax.monitoring.unregister_event_listener(note)
 
 
 def random_model(
@@ -202,6 +220,22 @@ def forced_variant(
 def empty_cache(config: ModelConfig, batch: int, capacity: int) -> KVCache:
     """A bf16 cache, ready on the device."""
     return jax.block_until_ready(KVCache.empty(config, batch, capacity, jnp.bfloat16))
+
+
+def random_cache(config: ModelConfig, batch: int, tokens: int, capacity: int) -> KVCache:
+    """A bf16 cache whose rows hold `tokens` random normal keys and values, ready on the device."""
+    cache = empty_cache(config, batch, capacity)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def normal(old, key):
+        return jax.random.normal(key, old.shape, old.dtype)
+
+    layers = []
+    for number, layer in enumerate(cache.layers):
+        keys = jax.random.split(jax.random.key(number))
+        filled = normal(layer.keys, keys[0]), normal(layer.values, keys[1])
+        layers.append(LayerCache(*filled, layer.counter))
+    return jax.block_until_ready(KVCache(tuple(layers), jnp.full((batch,), tokens, jnp.int32)))
 
 
 # What a kernel's name contains -> the part of a layer it belongs to; the first match counts.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import pallas_kernels
@@ -24,7 +25,7 @@ from eval.bench_e2e import (
     table,
 )
 from eval.e2e_plots import write_plots
-from eval.e2e_runs import dense_variants, part_of, random_model
+from eval.e2e_runs import compile_all, dense_variants, part_of, random_cache, random_model
 from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
 from wide_jax.engine import split_on
@@ -107,6 +108,37 @@ def test_rows_are_records_a_table_and_plots(rows, tmp_path):
     single = [r | {"batch": 1} for r in rows]
     for path in write_plots(single, tmp_path):
         assert path.stat().st_size > 1000
+
+
+def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):
+    def call(n):
+        return jax.jit(lambda x: x * n), (jnp.ones(3),)
+
+    before = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()
+        for together in (True, False):
+            assert [r.from_cache for r in compile_all([call(3.25)], together=together)] == [
+                not together
+            ]
+        both = compile_all([call(3.25), call(5.5)], together=True)
+        assert [r.from_cache for r in both] == [True, False]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+        compilation_cache.reset_cache()
+
+
+def test_a_random_context_is_as_long_as_it_says():
+    cache = random_cache(TINY, 2, 16, 18)
+    assert cache.lengths.tolist() == [16, 16]
+    assert all(0.5 < float(layer.keys.std()) < 2 for layer in cache.layers)
+    assert float(jnp.abs(cache.layers[0].keys - cache.layers[1].keys).max()) > 0.1
 
 
 def test_a_variant_leaves_the_models_own_kernels_as_they_were():
