@@ -3,8 +3,9 @@
 The child has its own session, an empty environment and an empty temporary folder; rlimits bound
 its CPU time, memory, file size and open files; where the system lets it, it has no network
 devices. An audit hook in it (`eval/sandbox_child.py`) refuses sockets, new processes, ctypes, and
-files outside its folder (Python's own library may be read). This stops what a model writes by
-accident; it is no wall against code made to break out: for that, evaluate in a container.
+files and folders outside its own (Python's own library may be read). What it prints is thrown
+away, so that it cannot fill this process's memory. This stops what a model writes by accident; it
+is no wall against code made to break out: for that, evaluate in a container.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 Outcome = Literal["passed", "failed", "timeout"]
 
@@ -29,7 +30,7 @@ class Limits:
     seconds: float = 10.0
     memory_bytes: int = 1 << 30
     file_bytes: int = 1 << 20
-    open_files: int = 64
+    files: int = 64  # open at once, and made or opened for writing in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,30 +57,41 @@ def run(program: str, limits: Limits | None = None) -> Verdict:
         "cpu_seconds": int(limits.seconds) + 1,
         "memory_bytes": limits.memory_bytes,
         "file_bytes": limits.file_bytes,
-        "open_files": limits.open_files,
+        "files": limits.files,
     }
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="sandbox-") as folder,
+        tempfile.TemporaryFile() as output,  # files, not pipes: they too are limited in size
+        tempfile.TemporaryFile() as errors,
+    ):
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", str(CHILD)],
             cwd=folder,
             env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
             start_new_session=True,
         )
         try:
-            output, errors = child.communicate(json.dumps(job).encode(), limits.seconds)
+            child.communicate(json.dumps(job).encode(), limits.seconds)
         except subprocess.TimeoutExpired:
             return Verdict("timeout", f"more than {limits.seconds:g} s")
         finally:
             _end(child)
-    if child.returncode == 0 and output.decode(errors="replace").rstrip().endswith(token):
+        passed = _last(output) == token
+        lines = _last(errors).strip().splitlines()
+    if child.returncode == 0 and passed:
         return Verdict("passed", "")
     if child.returncode == -signal.SIGXCPU:
         return Verdict("timeout", f"more than {limits.seconds:g} s of CPU")
-    lines = errors.decode(errors="replace").strip().splitlines()
     return Verdict("failed", lines[-1] if lines else f"ended with code {child.returncode}")
+
+
+def _last(file: BinaryIO, size: int = 4096) -> str:
+    """The end of a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+    return file.read().decode(errors="replace")
 
 
 def _end(child: subprocess.Popen) -> None:

@@ -1,6 +1,8 @@
 """The sandbox: honest programs pass, and network, processes, files, memory and time are refused."""
 
+import sys
 import time
+import tracemalloc
 
 import pytest
 
@@ -44,6 +46,15 @@ def test_honest_programs_pass(program):
         ("import resource as r\nr.setrlimit(r.RLIMIT_CPU, (9, 9))", "sandbox: resource"),
         ("x = bytearray(2 ** 31)", "MemoryError"),
         ("f = open('big', 'wb')\nf.write(bytes(2 ** 22))\nf.close()", "File too large"),
+        ("for i in range(99):\n    open(f'{i}', 'w').close()", "sandbox: more than 64 files"),
+        ("import os\nos.listdir('/')", "sandbox: os.listdir '/'"),
+        ("import os\nos.scandir('..')", "sandbox: os.scandir '..'"),
+        ("import os\nos.mkfifo('/tmp/escaped-pipe')", "sandbox: mkfifo"),
+        ("import os\nos.pidfd_open(os.getppid())", "sandbox: pidfd_open"),
+        ("import _posixsubprocess as p\np.fork_exec()", "sandbox: fork_exec"),
+        ("import sys\ndel sys.modules['posix']\nimport posix", "sandbox: import posix"),
+        ("import multiprocessing.synchronize", "sandbox: import _multiprocessing"),
+        ("import sys\nwhile True:\n    sys.stderr.write(99999 * 'x')", "x"),
         ("import os\nassert os.environ.get('HOME') is None\nassert 0, list(os.environ)", "['"),
     ],
 )
@@ -58,6 +69,23 @@ def test_a_program_without_end_is_stopped():
     assert run("while True: pass", Limits(seconds=1.0)).outcome == "timeout"
     assert run("import time\ntime.sleep(60)", Limits(seconds=0.5)).outcome == "timeout"
     assert time.monotonic() - start < 10
+
+
+def test_what_a_program_prints_is_kept_nowhere():
+    assert run("for _ in range(10_000): print(10_000 * 'x')").outcome == "passed"  # 100 MB
+    endless = "while True: print(1_000_000 * 'x')"
+    tracemalloc.start()
+    try:
+        assert run(endless, Limits(seconds=1.0)).outcome == "timeout"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="its name is another since")
+def test_a_second_interpreter_would_have_no_guard():
+    verdict = run("import _xxsubinterpreters as s\ns.run_string(s.create(), 'open(1)')")
+    assert (verdict.outcome, "sandbox: import" in verdict.detail) == ("failed", True)
 
 
 def test_printing_another_programs_end_is_no_pass():
