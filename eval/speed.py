@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from eval.e2e_runs import CompiledRun, Phase, Variant, compile_all, dense_variants, run_prefill
 from eval.scoring import Ran, element_bytes, element_dtype, full_precision
@@ -90,30 +91,101 @@ def measure_speedup(
     shape: SpeedShape | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Speedup:
-    """Time both phases, dense and pruned, in turns; times are medians.
+    """`SpeedMeter.measure` of one text."""
+    return SpeedMeter(model, routing=routing, shape=shape, clock=clock).measure(ids)
+
+
+class SpeedMeter:
+    """Times one model, dense and pruned, on one text after the other.
+
+    Texts are brought to one shape, so the programs are compiled for the first and serve all.
 
     Args:
         model: with the kernels it infers on; its routers decide.
-        ids: `[N]` evaluated tokens: the prompt and the ones that follow. Fewer than
-            `tokens + steps` are repeated.
         routing: how the pruned run chooses its groups, by default the routers' argmax.
         shape: prompts are cut to the model's `max_position_embeddings`.
         clock: seconds.
-
-    Raises:
-        ValueError: no ids.
     """
-    if len(ids) == 0:
-        raise ValueError("no token ids: a speedup is measured on the text that was evaluated")
-    shape = SpeedShape() if shape is None else shape
-    routing = Argmax() if routing is None else routing
-    room = model.config.max_position_embeddings - shape.steps
-    shape = dataclasses.replace(shape, tokens=min(shape.tokens, room))
-    text = np.resize(np.asarray(ids, np.int32), (1, shape.tokens + shape.steps))
-    with full_precision(model):
-        samples, ran = _run(model, contenders(model, routing), text, shape, clock)
-    phases = {name: _phase(model, name, samples[name], ran[name]) for name in PHASES}
-    return Speedup(shape, phases["prefill"], phases["decode"])
+
+    def __init__(
+        self,
+        model: WideForCausalLM,
+        *,
+        routing: Routing | None = None,
+        shape: SpeedShape | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        shape = SpeedShape() if shape is None else shape
+        room = model.config.max_position_embeddings - shape.steps
+        self._model, self._clock = model, clock
+        self._shape = dataclasses.replace(shape, tokens=min(shape.tokens, room))
+        self._variants = contenders(model, Argmax() if routing is None else routing)
+        self._programs: _Programs | None = None
+
+    def measure(self, ids: Sequence[int] | np.ndarray) -> Speedup:
+        """Time both phases, dense and pruned, in turns; times are medians.
+
+        Args:
+            ids: `[N]` evaluated tokens: the prompt and the ones that follow. Fewer than
+                `tokens + steps` are repeated.
+
+        Raises:
+            ValueError: no ids.
+        """
+        if len(ids) == 0:
+            raise ValueError("no token ids: a speedup is measured on the text that was evaluated")
+        model, shape = self._model, self._shape
+        text = np.resize(np.asarray(ids, np.int32), (1, shape.tokens + shape.steps))
+        with full_precision(model):
+            samples, ran = self._run(text)
+        phases = {name: _phase(model, name, samples[name], ran[name]) for name in PHASES}
+        return Speedup(shape, phases["prefill"], phases["decode"])
+
+    def _run(
+        self, text: np.ndarray
+    ) -> tuple[dict[Phase, dict[str, list[float]]], dict[Phase, Ran]]:
+        """Milliseconds of every variant by phase, and what the last variant's masks skipped."""
+        model, shape, variants = self._model, self._shape, self._variants
+        prompt, steps = jnp.asarray(text[:, : shape.tokens]), jnp.asarray(text[:, shape.tokens :])
+        lengths = np.full(1, shape.tokens, np.int32)
+        cache = KVCache.empty(model.config, 1, text.shape[1], element_dtype(model))
+        if self._programs is None:
+            self._programs = _compile(model, variants, prompt, lengths, steps, cache)
+        programs, pruned = self._programs, variants[-1].routing
+        asked = programs.ask.call(programs.states[-1], prompt, lengths, steps, cache, pruned)
+        used = jax.device_get(asked)
+        ran: dict[Phase, Ran] = {
+            "prefill": Ran.of(np.ones_like(lengths), lengths, used[0]),
+            "decode": Ran.of(lengths + 1, lengths + shape.steps, used[1]),
+        }
+        samples: dict[Phase, dict[str, list[float]]] = {}
+        for phase in PHASES:
+            first = (prompt, lengths) if phase == "prefill" else (steps,)
+            calls = [
+                functools.partial(_call, run, state, first, variant.asks(phase))
+                for run, state, variant in zip(
+                    programs.runs[phase], programs.states, variants, strict=True
+                )
+            ]
+            # Steps follow the prompt, whose cache the last prefill (the pruned one) left behind.
+            taken, cache = _in_turns(calls, cache, shape.repeats, self._clock)
+            cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
+            scale = 1e3 if phase == "prefill" else 1e3 / shape.steps
+            names = (variant.name for variant in variants)
+            samples[phase] = {
+                name: [scale * seconds for seconds in one]
+                for name, one in zip(names, taken, strict=True)
+            }
+        return samples, ran
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """What was compiled, one entry a variant; `ask` is of the last one's masks."""
+
+    states: tuple[nnx.State, ...]
+    runs: Mapping[Phase, Sequence[CompiledRun]]
+    ask: CompiledRun
 
 
 def contenders(model: WideForCausalLM, routing: Routing) -> list[Variant]:
@@ -156,17 +228,15 @@ def _phase(
     )
 
 
-def _run(
+def _compile(
     model: WideForCausalLM,
     variants: Sequence[Variant],
-    text: np.ndarray,
-    shape: SpeedShape,
-    clock: Callable[[], float],
-) -> tuple[dict[Phase, dict[str, list[float]]], dict[Phase, Ran]]:
-    """Milliseconds of every variant by phase, and what the last variant's masks skipped."""
-    prompt, steps = jnp.asarray(text[:, : shape.tokens]), jnp.asarray(text[:, shape.tokens :])
-    lengths = np.full(1, shape.tokens, np.int32)
-    cache = KVCache.empty(model.config, 1, text.shape[1], element_dtype(model))
+    prompt: jax.Array,
+    lengths: np.ndarray,
+    steps: jax.Array,
+    cache: KVCache,
+) -> _Programs:
+    """Compile both phases of every variant for arrays of these shapes, side by side."""
     splits = [split_on(model, variant.kernels) for variant in variants]
     prefills = [
         (run_prefill, (graphdef, state, prompt, lengths, cache, variant.routing))
@@ -176,34 +246,14 @@ def _run(
         (_run_steps, (graphdef, state, steps, cache, variant.step_routing))
         for (graphdef, state), variant in zip(splits, variants, strict=True)
     ]
-    graphdef, state = splits[-1]
-    asked = (_ask, (graphdef, state, prompt, lengths, steps, cache, variants[-1].routing))
+    asked = (_ask, (*splits[-1], prompt, lengths, steps, cache, variants[-1].routing))
     *compiled, ask = compile_all([*prefills, *decodes, asked], together=True)
-    used = jax.device_get(ask.call(state, prompt, lengths, steps, cache, variants[-1].routing))
-    ran: dict[Phase, Ran] = {
-        "prefill": Ran.of(np.ones_like(lengths), lengths, used[0]),
-        "decode": Ran.of(lengths + 1, lengths + shape.steps, used[1]),
+    count = len(variants)
+    runs: dict[Phase, Sequence[CompiledRun]] = {
+        "prefill": compiled[:count],
+        "decode": compiled[count:],
     }
-    samples: dict[Phase, dict[str, list[float]]] = {}
-    for phase, runs in (
-        ("prefill", compiled[: len(variants)]),
-        ("decode", compiled[len(variants) :]),
-    ):
-        first = (prompt, lengths) if phase == "prefill" else (steps,)
-        calls = [
-            functools.partial(_call, run, state, first, variant.asks(phase))
-            for run, (_, state), variant in zip(runs, splits, variants, strict=True)
-        ]
-        # Steps follow the prompt, whose cache the last prefill (the pruned one) left behind.
-        taken, cache = _in_turns(calls, cache, shape.repeats, clock)
-        cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
-        scale = 1e3 if phase == "prefill" else 1e3 / shape.steps
-        names = (variant.name for variant in variants)
-        samples[phase] = {
-            name: [scale * seconds for seconds in one]
-            for name, one in zip(names, taken, strict=True)
-        }
-    return samples, ran
+    return _Programs(tuple(state for _, state in splits), runs, ask)
 
 
 def _call(run: CompiledRun, state, first: tuple[Any, ...], routing: Routing, cache: KVCache):

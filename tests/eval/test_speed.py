@@ -9,7 +9,7 @@ import pytest
 
 from eval import speed
 from eval.scoring import score_windows
-from eval.speed import SpeedShape, measure_speedup
+from eval.speed import SpeedMeter, SpeedShape, measure_speedup
 from eval.windows import Window
 from tests.eval.conftest import TINY, tiny_model
 from wide_jax.accounting import fixed_costs
@@ -111,6 +111,25 @@ def test_short_calls_are_repeated_until_a_sample_is_long(routed):
     found = measure_speedup(routed, TEXT, shape=SHAPE, clock=clock)
     assert found.prefill.samples_ms["wide"] == pytest.approx([1 / 20] * 2)  # 20 calls a sample
     assert found.decode.samples_ms["wide"] == pytest.approx([1 / 20 / 3] * 2)
+
+
+def test_one_compile_serves_every_text_and_each_has_its_own_masks(routed, monkeypatch):
+    compiled, compile_all = [], speed.compile_all
+
+    def counting(calls, *, together):
+        compiled.append(len(calls))
+        return compile_all(calls, together=together)
+
+    monkeypatch.setattr(speed, "compile_all", counting)
+    meter = SpeedMeter(routed, shape=SHAPE)
+    texts = (TEXT, TEXT[::-1], TEXT[:5])
+    found = [meter.measure(text) for text in texts]
+    assert compiled == [5]  # two ways to run, in two phases, and what the masks skip
+    alone = [measure_speedup(routed, text, shape=SHAPE) for text in texts]
+    for phase in ("prefill", "decode"):
+        skipped = [getattr(one, phase).skipped for one in found]
+        assert skipped == [getattr(one, phase).skipped for one in alone]
+    assert found[0].prefill.skipped != found[1].prefill.skipped
 
 
 def test_dense_is_the_faster_of_the_models_kernels_and_plain_jax(routed):
