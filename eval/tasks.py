@@ -7,25 +7,26 @@ downloaded: only the data under the harness's definition is swapped.
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib.metadata
 import json
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from eval import mbpp
 from eval.harness import WideLM
-from eval.records import append_record, commit, common_fields, eval_record
+from eval.records import append_record, commit, common_fields, eval_record, read_records
 from eval.scoring import element_dtype
-from eval.speed import Speedup, measure_speedup, worth_timing
+from eval.speed import SpeedMeter, Speedup, worth_timing
 from eval.store import RequestStore
 from wide_jax.accounting import Accounting
 from wide_jax.routing import Argmax
@@ -115,7 +116,7 @@ class TasksConfig:
     Attributes:
         tasks: names of the harness (`TASKS` can also run from `data_dir`).
         data_dir: folder of local data; None: the harness downloads its own.
-        limit: only the first so many documents of each task; None: all.
+        limit: only the first so many documents of each task (MMLU: of each subject); None: all.
         num_fewshot: examples before each question; None: the task's own (5 for MMLU).
         chat: put the prompt through the tokenizer's chat template.
         system: system prompt, with `chat`.
@@ -139,6 +140,8 @@ class TasksConfig:
             raise ValueError(f"no tasks given; known: {', '.join(TASKS)}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit} must be at least 1, or None for all")
+        if self.system is not None and not self.chat:
+            raise ValueError("a system prompt is a part of the chat template: ask for chat too")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +156,7 @@ class TaskResult:
     num_fewshot: int | None
     prefill: Accounting
     decode: Accounting | None  # None: nothing was generated
+    settings: Mapping[str, Any]  # what the answers depend on: the model, the harness, limits
     speedup: Speedup | None = None  # on a GPU
 
     def line(self) -> str:
@@ -179,6 +183,7 @@ def run_tasks(
     out: Path | None = None,
     fingerprint: str | None = None,
     recipe: Mapping[str, Any] | None = None,
+    on_result: Callable[[TaskResult], None] = lambda result: None,
 ) -> list[TaskResult]:
     """Run every task, write its results, return them.
 
@@ -188,30 +193,41 @@ def run_tasks(
         out: folder of the results; a run that was cut short goes on from it. None: write nothing.
         fingerprint: of the model's weights and routers, for the records.
         recipe: how the model was made (`results` records; at least `method`).
+        on_result: called with each task's result, once it is written.
 
     Raises:
-        ValueError: an unknown task, or an output folder of other settings.
-        FileNotFoundError: missing local data.
+        ValueError, FileNotFoundError: see `check_tasks`; an output folder of other settings, or
+            `chat` with a tokenizer that has no chat template.
+        ConnectionError: the harness cannot download a task's data.
     """
     commit()  # before anything runs
+    check_tasks(config)
+    if config.chat and not lm.tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {lm.name} has no chat template: leave out chat")
+    settings = {task: _settings(lm, config, task, fingerprint) for task in config.tasks}
+    stores = {
+        task: RequestStore(None if out is None else out / f"requests-{task}.jsonl", settings[task])
+        for task in config.tasks
+    }
+    timed = config.timing and worth_timing(lm.routing)
+    meter = SpeedMeter(lm.model, routing=lm.routing) if timed else None
     plain = "wide" if isinstance(lm.routing, Argmax) else "dense"
     recipe = {"method": plain} | dict(recipe or {})
     results: list[TaskResult] = []
     with _quiet_harness(config):
         for task in config.tasks:
-            path = None if out is None else out / f"requests-{task}.jsonl"
-            lm.store, lm.text = RequestStore(path, _settings(lm, config, task, fingerprint)), []
+            lm.store, lm.text = stores[task], []
             found = _evaluate(lm, task, config)
-            result = _result(lm, task, found)
-            if config.timing and worth_timing(lm.routing):
-                speedup = measure_speedup(lm.model, lm.text, routing=lm.routing)
-                result = dataclasses.replace(result, speedup=speedup)
+            result = _result(lm, task, found, settings[task])
+            if meter is not None:
+                result = dataclasses.replace(result, speedup=meter.measure(lm.text))
             results.append(result)
             if out is not None:
-                for record in result_records(lm, result, fingerprint=fingerprint, recipe=recipe):
-                    append_record(out / "eval.jsonl", record)
+                records = result_records(lm, result, fingerprint=fingerprint, recipe=recipe)
+                _append_new(out / "eval.jsonl", records)
                 if config.samples:
                     _write_samples(out, task, found)
+            on_result(result)
     if out is not None:
         report = common_fields("eval") | {
             "model": lm.name,
@@ -227,6 +243,28 @@ def run_tasks(
         report["config"]["data_dir"] = None if config.data_dir is None else config.data_dir.name
         (out / "tasks.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return results
+
+
+def check_tasks(config: TasksConfig) -> None:
+    """Find now what would stop the run at one of its later tasks.
+
+    Raises:
+        ValueError: a task that the harness does not know, or that has no local data where a data
+            folder was given.
+        FileNotFoundError: missing local data.
+    """
+    for task in config.tasks:
+        task_spec(task, config.data_dir)
+    if config.data_dir is not None:
+        return
+    manager = _task_manager(False)
+    for task in config.tasks:
+        if task in manager.all_tags:
+            raise ValueError(f"{task!r} is the harness's tag for several tasks: name the tasks")
+        if task not in manager.all_tasks and not Path(task).is_file():
+            near = difflib.get_close_matches(task, manager.all_tasks)
+            hint = f"; similar: {', '.join(near)}" if near else ""
+            raise ValueError(f"the harness has no task {task!r}{hint}")
 
 
 def task_spec(task: str, data_dir: Path | None) -> str | dict[str, Any]:
@@ -293,7 +331,7 @@ def _task_manager(local: bool) -> TaskManager:
 
 
 def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
-    with mbpp.sandboxed_code_eval():
+    with mbpp.sandboxed_code_eval(), _downloads(task, config):
         found = simple_evaluate(
             lm,
             tasks=[task_spec(task, config.data_dir)],
@@ -315,7 +353,22 @@ def _evaluate(lm: WideLM, task: str, config: TasksConfig) -> dict[str, Any]:
     return found
 
 
-def _result(lm: WideLM, task: str, found: Mapping[str, Any]) -> TaskResult:
+@contextmanager
+def _downloads(task: str, config: TasksConfig) -> Generator[None]:
+    """Say what to do where there is no network."""
+    try:
+        yield
+    except ConnectionError as error:
+        if config.data_dir is not None:
+            raise
+        raise ConnectionError(
+            f"task {task}: {error}; without a network, give a folder of local data (--data-dir)"
+        ) from error
+
+
+def _result(
+    lm: WideLM, task: str, found: Mapping[str, Any], settings: Mapping[str, Any]
+) -> TaskResult:
     rows = found["results"]
     name = task if task in rows else next(n for n in rows if n.endswith(f"{task}_local"))
     row = rows[name]
@@ -339,6 +392,7 @@ def _result(lm: WideLM, task: str, found: Mapping[str, Any]) -> TaskResult:
         num_fewshot=found["n-shot"].get(task, next(iter(found["n-shot"].values()), None)),
         prefill=prefill.accounting(lm.model),
         decode=decode.accounting(lm.model) if decode.tokens else None,
+        settings=settings,
     )
 
 
@@ -361,14 +415,40 @@ def result_records(
             name=lm.name,
             num_fewshot=result.num_fewshot,
             accounting_decode=None if result.decode is None else result.decode.summary(),
-            layers={
-                "attention": list(result.prefill.attention_layers),
-                "ffn": list(result.prefill.ffn_layers),
-            },
+            layers=_layers(result.prefill),
+            layers_decode=None if result.decode is None else _layers(result.decode),
+            settings=result.settings,
             speedup=None if result.speedup is None else result.speedup.to_json(),
         )
         for metric, value in result.metrics.items()
     ]
+
+
+def _layers(accounting: Accounting) -> dict[str, list[float]]:
+    return {
+        "attention": list(accounting.attention_layers),
+        "ffn": list(accounting.ffn_layers),
+    }
+
+
+def _append_new(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add the records but those of a task that had been finished: a folder has one run's settings.
+
+    A speedup that was not measured then makes a record new.
+    """
+    known = [record for _, record in read_records(path)] if path.exists() else []
+
+    def is_known(record: Mapping[str, Any]) -> bool:
+        return any(
+            all(old[name] == record[name] for name in ("model", "task", "metric", "value"))
+            and (old.get("speedup") is not None or record["speedup"] is None)
+            for old in known
+            if old["suite"] == "eval"
+        )
+
+    for record in records:
+        if not is_known(record):
+            append_record(path, record)
 
 
 def _write_samples(out: Path, task: str, found: Mapping[str, Any]) -> None:
@@ -409,6 +489,9 @@ def _quiet_harness(config: TasksConfig) -> Generator[None]:
             settings["NLTK_DATA"] = str(nltk_data.resolve())
     before = {name: os.environ.get(name) for name in settings}
     with ExitStack() as stack:
+        # It would ask git about the working folder, for every task, and print git's complaints.
+        stack.callback(setattr, evaluator, "get_git_commit_hash", evaluator.get_git_commit_hash)
+        evaluator.get_git_commit_hash = lambda: None
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the harness's and the datasets' own; ours are raised
         os.environ.update(settings)

@@ -1,5 +1,6 @@
 """The task path, offline, from local files to results: tiny data, the harness's own definitions."""
 
+import copy
 import dataclasses
 import gzip
 import json
@@ -16,8 +17,8 @@ pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[e
 
 from eval.harness import HarnessConfig, WideLM
 from eval.records import read_records
-from eval.speed import SpeedShape, measure_speedup
-from eval.tasks import TasksConfig, run_tasks, task_spec
+from eval.speed import SpeedMeter, SpeedShape
+from eval.tasks import TasksConfig, check_tasks, result_records, run_tasks, task_spec
 
 WORDS = ["the", "a", "cat", "dog", "sun", "red", "sea", "old", "new", "big", "top", "hat"]
 
@@ -101,14 +102,16 @@ def lm_of(model, tokenizer, **settings):
 
 
 def test_a_task_offline_through_the_whole_path(model, tokenizer, data_dir, tmp_path):
-    config = TasksConfig(("arc_easy",), data_dir=data_dir, samples=True)
+    config, seen = TasksConfig(("arc_easy",), data_dir=data_dir, samples=True), []
     [result] = run_tasks(
         lm_of(model, tokenizer),
         config,
+        on_result=seen.append,
         out=tmp_path,
         fingerprint="sha256:abc",
         recipe={"method": "wide", "seed": 3},
     )
+    assert seen == [result]
     assert (result.task, result.n, result.decode) == ("arc_easy", 6, None)
     assert set(result.metrics) == {"acc", "acc_norm"}
     assert all(value in [i / 6 for i in range(7)] for value in result.metrics.values())
@@ -131,6 +134,8 @@ def test_a_task_offline_through_the_whole_path(model, tokenizer, data_dir, tmp_p
     assert {r["metric"]: r["value"] for r in records} == dict(result.metrics)
     assert records[0]["accounting"] == result.prefill.summary()
     assert (records[0]["model"], records[0]["seed"]) == ("sha256:abc", 3)
+    expected = {"model": "sha256:abc", "task": "arc_easy", "limit": None, "chat": False}
+    assert expected.items() <= records[0]["settings"].items()
     report = json.loads((tmp_path / "tasks.json").read_text())
     assert report["results"] == json.loads(json.dumps([result.to_json()]))
     assert report["harness"]["lm_eval"]
@@ -140,13 +145,18 @@ def test_a_task_offline_through_the_whole_path(model, tokenizer, data_dir, tmp_p
 def test_on_a_gpu_every_task_says_how_fast_its_own_tokens_run(
     model, tokenizer, data_dir, tmp_path, monkeypatch
 ):
-    timed = []
+    timed, meters = [], []
 
-    def measure(model, ids, *, routing):
-        timed.append(list(ids))
-        return measure_speedup(model, ids, routing=routing, shape=SpeedShape(32, 2, 1))
+    class ShortMeter(SpeedMeter):
+        def __init__(self, model, *, routing):
+            super().__init__(model, routing=routing, shape=SpeedShape(32, 2, 1))
+            meters.append(self)
 
-    monkeypatch.setattr("eval.tasks.measure_speedup", measure)
+        def measure(self, ids):
+            timed.append(list(ids))
+            return super().measure(ids)
+
+    monkeypatch.setattr("eval.tasks.SpeedMeter", ShortMeter)
     monkeypatch.setattr("eval.tasks.worth_timing", lambda routing: True)
     # Compiling ahead puts descriptions of arrays where run-time checks expect arrays.
     jaxtyping.config.update("jaxtyping_disable", True)
@@ -157,6 +167,7 @@ def test_on_a_gpu_every_task_says_how_fast_its_own_tokens_run(
         again = run_tasks(lm_of(model, tokenizer), untimed, out=tmp_path)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+    assert len(meters) == 1  # and so one compile for both tasks
     assert all(r.speedup is not None for r in found)
     assert all(r.speedup is None for r in again)
     with gzip.open(data_dir / "wikitext2/wikitext2_raw_test.jsonl.gz", "rt") as stream:
@@ -167,6 +178,7 @@ def test_on_a_gpu_every_task_says_how_fast_its_own_tokens_run(
     speedup = json.loads((tmp_path / "tasks.json").read_text())["results"][0]["speedup"]
     assert speedup is None  # of the last run
     records = [record for _, record in read_records(tmp_path / "eval.jsonl")]
+    assert len(records) == sum(len(r.metrics) for r in found)  # nothing new the second time
     assert records[0]["speedup"] == json.loads(json.dumps(found[0].speedup.to_json()))
     assert 0 < records[0]["speedup"]["prefill"]["skipped"]["ffn"] < 1
 
@@ -212,6 +224,9 @@ def test_every_kind_of_request(model, tokenizer, data_dir):
     }
     assert found["gsm8k"].num_fewshot == 5
     assert found["gsm8k"].decode.tokens > 0
+    [record, _] = result_records(lm, found["gsm8k"], fingerprint=None, recipe={"method": "wide"})
+    assert len(record["layers_decode"]["ffn"]) == 1
+    assert record["layers_decode"]["ffn"] != record["layers"]["ffn"]
     assert (found["mmlu"].n, found["mmlu"].num_fewshot) == (3, 5)
     assert set(found["mmlu"].metrics) == {"acc"}
     assert found["mbpp_plus"].metrics == {"pass_at_1": 0.0, "plus_pass_at_1": 0.0}
@@ -280,3 +295,40 @@ def test_missing_data_and_unknown_tasks_are_named(tmp_path):
         TasksConfig(())
     with pytest.raises(ValueError, match="limit=0"):
         TasksConfig(("piqa",), limit=0)
+    with pytest.raises(ValueError, match="ask for chat too"):
+        TasksConfig(("piqa",), system="be right")
+
+
+def test_what_a_later_task_lacks_stops_the_run_before_the_first(
+    model, tokenizer, data_dir, tmp_path
+):
+    lm = lm_of(model, tokenizer)
+    config = TasksConfig(("arc_easy", "piqa"), data_dir=data_dir)
+    with pytest.raises(FileNotFoundError, match="task piqa"):
+        run_tasks(lm, config, out=tmp_path)
+    run_tasks(lm, TasksConfig(("wikitext",), data_dir=data_dir, limit=1), out=tmp_path)
+    with pytest.raises(ValueError, match=r"requests-wikitext\.jsonl.*\(limit differ\)"):
+        run_tasks(lm, TasksConfig(("arc_easy", "wikitext"), data_dir=data_dir), out=tmp_path)
+    assert not (tmp_path / "samples-arc_easy.jsonl").exists()
+    assert len((tmp_path / "requests-arc_easy.jsonl").read_text().splitlines()) == 1
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="the tokenizer of tiny has no chat template"):
+        run_tasks(lm_of(model, plain), TasksConfig(("arc_easy",), data_dir=data_dir, chat=True))
+
+
+def test_a_task_the_harness_does_not_know_is_named_with_similar_ones():
+    with pytest.raises(ValueError, match=r"no task 'arc_esay'; similar: .*arc_easy"):
+        check_tasks(TasksConfig(("piqa", "arc_esay")))
+    with pytest.raises(ValueError, match="'ai2_arc' is the harness's tag"):
+        check_tasks(TasksConfig(("ai2_arc",)))
+    check_tasks(TasksConfig(("piqa",)))
+
+
+def test_without_a_network_the_error_says_what_to_do(model, tokenizer, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'ybisk/piqa' on the Hub")
+
+    monkeypatch.setattr("eval.tasks.simple_evaluate", unreachable)
+    with pytest.raises(ConnectionError, match=r"task piqa: Couldn't reach.*--data-dir"):
+        run_tasks(lm_of(model, tokenizer), TasksConfig(("piqa",)))

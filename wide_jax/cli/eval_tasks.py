@@ -32,11 +32,13 @@ class Args:
     out: Path | None = None
     """Folder for results, and for answers to go on from."""
     limit: int | None = None
-    """Only the first so many documents of each task."""
+    """Only the first so many documents of each task (mmlu: of each subject)."""
     num_fewshot: int | None = None
     """Examples before each question; by default the task's own (5 for mmlu)."""
     chat: bool = False
     """Put prompts into the model's chat template."""
+    system: str | None = None
+    """System prompt, with --chat."""
     samples: bool = False
     """Also write every document with its answers."""
     batch_size: int = 8
@@ -54,21 +56,23 @@ def main(args: Args) -> None:
     console = Console()
     try:
         from eval.harness import HarnessConfig, WideLM
-        from eval.tasks import TasksConfig, run_tasks
+        from eval.tasks import TaskResult, TasksConfig, check_tasks, run_tasks
     except ImportError as error:
         raise RuntimeError(
             f"{error}: install the eval extra, pip install 'wide-jax[eval]'"
         ) from error
-    names = tuple(name.strip() for name in args.tasks.split(",") if name.strip())
+    names = tuple(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     tasks = TasksConfig(
         tasks=names,
         data_dir=args.data_dir,
         limit=args.limit,
         num_fewshot=args.num_fewshot,
         chat=args.chat,
+        system=args.system,
         samples=args.samples,
         timing=args.timing,
     )
+    check_tasks(tasks)
     start(args.platform, console)
     loaded = load_model(console, args.model, dense=args.dense, dtype=args.dtype)
     lm = WideLM(
@@ -80,13 +84,22 @@ def main(args: Args) -> None:
     )
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-    results = run_tasks(
-        lm, tasks, out=args.out, fingerprint=loaded.fingerprint(), recipe=loaded.recipe()
-    )
-    for result in results:
+
+    def report(result: TaskResult) -> None:
         console.print(result.line(), highlight=False, soft_wrap=True)
         console.print(f"  prefill {result.prefill.line()}", highlight=False, soft_wrap=True)
         if result.decode is not None:
             console.print(f"  decode {result.decode.line()}", highlight=False, soft_wrap=True)
         if result.speedup is not None:
             console.print(f"  {result.speedup.line()}", highlight=False, soft_wrap=True)
+
+    run_tasks(
+        lm,
+        tasks,
+        out=args.out,
+        fingerprint=loaded.fingerprint(),
+        recipe=loaded.recipe(),
+        on_result=report,
+    )
+    if args.out is not None:
+        console.print(f"results: [bold]{args.out}[/bold]", soft_wrap=True)
