@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     module = importlib.import_module(COMMANDS[name][0])
     prog = f"wide {name}"
-    if hasattr(module, "parse"):  # a command with arguments beyond its fields
-        args = module.parse(rest, prog)
-    else:
-        args = tyro.cli(module.Args, args=rest, prog=prog)
     try:
+        if hasattr(module, "parse"):  # a command with arguments beyond its fields
+            args = module.parse(rest, prog)
+        else:
+            args = tyro.cli(module.Args, args=rest, prog=prog)
         module.main(args)
     except USER_ERRORS as error:
         if os.environ.get("WIDE_JAX_TRACEBACK"):

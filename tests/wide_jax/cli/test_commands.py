@@ -164,6 +164,8 @@ def test_case_F1_a_gpu_that_is_not_there_is_an_error(model_folder, text_file, ca
         (["generate", "--prompt", "a", "--samples", "0"], 1, "samples=0"),
         (["generate", "--prompt", "a", "--prefill-chunk", "0"], 1, "prefill_chunk=0"),
         (["demo", "--json", "no_folder/x.json"], 1, "no_folder"),
+        (["calibrate", "--config", "no_such.yaml"], 1, "no_such.yaml"),
+        (["calibrate", "sparsity=much"], 1, "sparsity='much' must be of type float"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, code, message, capsys):
