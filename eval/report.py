@@ -5,6 +5,7 @@ Reads the result records (`eval.records`) and training metrics of every run and 
 file and line it came from. Nothing is measured or typed in here.
 """
 
+import collections
 import dataclasses
 import html
 import json
@@ -34,6 +35,8 @@ from eval.report_runs import (
 )
 
 LISTED = 200  # points of a figure up to which the page lists them; the JSON file has all
+QUALITY = ("eval", "study")  # suites of qualities; a study's records have all that `eval` has
+SHOWN = (*QUALITY, "e2e", "errors")  # suites that a report has figures or tables of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +72,17 @@ def load_runs(paths: Sequence[Path]) -> Runs:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no run at {path}")
-        run = load_training_run(path)
+    names = _short_names([_folder(path) for path in paths])
+    for path in paths:
+        short = names[_folder(path)]
+        run = load_training_run(path, short)
         if run is not None:
             trained.append(run)
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         for file in files:
             if run is not None and file.name == METRICS:
                 continue
-            name = f"{file.resolve().parent.name}/{file.name}"
+            name = f"{short}/{file.name}"
             found = _records(file, name)
             if found is None:
                 passed_over.append(name)
@@ -89,6 +95,20 @@ def load_runs(paths: Sequence[Path]) -> Runs:
             "wide bench) and no training run"
         )
     return Runs(tuple(records.values()), tuple(trained), tuple(passed_over))
+
+
+def _folder(path: Path) -> Path:
+    return path.resolve() if path.is_dir() else path.resolve().parent
+
+
+def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
+    """Each folder by the end of its path, as much of it as tells them apart."""
+    folders, length = list(dict.fromkeys(folders)), 1
+    while True:
+        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return dict(zip(folders, names, strict=True))
+        length += 1
 
 
 def _records(file: Path, name: str) -> list[Sourced] | None:
@@ -113,17 +133,23 @@ def _records(file: Path, name: str) -> list[Sourced] | None:
 
 
 def label(recipe: Mapping[str, Any], *, without: Iterable[str] = ()) -> str:
-    """A series name from a recipe: `wide, stage 1, G 64, separate 25 %`."""
+    """A series name from a recipe: `wide, stage 1, G 64, heads 3, separate, 25 %, 300 updates`."""
     left = {key: value for key, value in recipe.items() if key not in set(without)}
     parts = [str(left.get("method", "?"))]
     if left.get("stage") is not None:
         parts.append(f"stage {left['stage']}")
     if left.get("ffn_group") is not None:
         parts.append(f"G {left['ffn_group']}")
+    if left.get("attn_group") is not None:
+        parts.append(f"heads {left['attn_group']}")
     if left.get("budget") is not None:
         parts.append(str(left["budget"]))
     if left.get("target") is not None:
         parts.append(_target(left["target"]))
+    if left.get("distill") not in (None, "off"):
+        parts.append(f"distill {left['distill']}")
+    if left.get("updates") is not None:
+        parts.append(f"{left['updates']:,} updates")
     return ", ".join(parts)
 
 
@@ -139,14 +165,19 @@ def _target(target: float | Mapping[str, float]) -> str:
 def figures(runs: Runs) -> list[Figure]:
     """Every figure the runs are enough for."""
     records, found = runs.records, []
-    evals = [r for r in records if r.record["suite"] == "eval"]
-    for task, metric in dict.fromkeys((r.record["task"], r.record["metric"]) for r in evals):
-        same = [r for r in evals if (r.record["task"], r.record["metric"]) == (task, metric)]
-        found += [
-            *_quality_sparsity(task, metric, same),
-            *_group_sizes(task, metric, same),
-            *_quality_speed(task, metric, same, records),
-        ]
+    evals = [r for r in records if r.record["suite"] in QUALITY]
+    measured: dict[tuple[str, str], dict[int, list[Sourced]]] = {}
+    for r in evals:
+        sizes = measured.setdefault((r.record["task"], r.record["metric"]), {})
+        sizes.setdefault(r.record["n"], []).append(r)
+    for (task, metric), sizes in measured.items():
+        for n, same in sizes.items():  # of more or fewer documents is another figure
+            name = task if len(sizes) == 1 else f"{task}, n {n:,}"
+            found += [
+                *_quality_sparsity(name, metric, same),
+                *_group_sizes(name, metric, same),
+                *_quality_speed(name, metric, same, records),
+            ]
     found += _allocation(evals)
     found += _layer_errors([r for r in records if r.record["suite"] == "errors"])
     names = [label(run.recipe, without=["target"]) for run in runs.trained]
@@ -273,7 +304,7 @@ def eval_rows(records: Sequence[Sourced]) -> list[dict[str, str]]:
     """The table of results: one row a record, the six figures of the accounting in each."""
     rows = []
     for r in records:
-        if r.record["suite"] != "eval":
+        if r.record["suite"] not in QUALITY:
             continue
         record = r.record
         row = {
@@ -324,6 +355,7 @@ def other_rows(records: Sequence[Sourced]) -> list[dict[str, str]]:
             continue
         row = {name: str(r.record[name]) for name in names} | {"ms": f"{r.record['ms']:.4g}"}
         speedup = r.record.get("speedup")
+        row["sparsity"] = f"{r.record['sparsity']:.1%}"
         row["speedup"] = "" if speedup is None else f"{speedup:.2f}x"
         rows.append(row | {"model": _model(r.record), "source": r.source})
     return rows
@@ -372,9 +404,22 @@ TITLE = "wide-jax report"
 ABOUT = (
     "Skipped amounts are fractions of what routing could skip, computed from the masks of the "
     "tokens evaluated; `paper` is the unweighted mean of the attention and FFN rates, `bytes` what "
-    "a decode step reads. G is the FFN group size in channels; ± is one standard error. Every row "
-    "and point names the file and line of its record."
+    "a decode step reads. G is an FFN group's size in channels, `heads` an attention group's in "
+    "query heads; ± is one standard error. Every row and point names the file and line of its "
+    "record; only records of the same task, metric and n are drawn together."
 )
+
+
+def _left_out(runs: Runs) -> list[str]:
+    """What was found and is not shown."""
+    counts = collections.Counter(r.record["suite"] for r in runs.records)
+    other = [f"{suite} {count}" for suite, count in counts.items() if suite not in SHOWN]
+    lines = []
+    if other:
+        lines.append(f"Records of suites that this report does not show: {', '.join(other)}")
+    if runs.passed_over:
+        lines.append(f"Files without result records: {', '.join(runs.passed_over)}")
+    return lines
 
 
 def _markdown(runs: Runs, found: Sequence[Figure]) -> str:
@@ -387,8 +432,8 @@ def _markdown(runs: Runs, found: Sequence[Figure]) -> str:
         lines += [f"Points and sources: [{figure.key}.json](figures/{figure.key}.json)", ""]
     if environment := _environment(runs):
         lines += ["## Measured on", "", *(f"- {line}" for line in environment), ""]
-    if runs.passed_over:
-        lines += [f"Files without result records: {', '.join(runs.passed_over)}", ""]
+    for line in _left_out(runs):
+        lines += [line, ""]
     return "\n".join(lines)
 
 
@@ -446,7 +491,5 @@ def _html(runs: Runs, found: Sequence[Figure]) -> str:
     listed = "".join(f"<li>{html.escape(line)}</li>" for line in _environment(runs))
     if listed:
         parts.append(f"<h2>Measured on</h2><ul>{listed}</ul>")
-    if runs.passed_over:
-        names = html.escape(", ".join(runs.passed_over))
-        parts.append(f"<p>Files without result records: {names}</p>")
+    parts += [f"<p>{html.escape(line)}</p>" for line in _left_out(runs)]
     return "\n".join([*parts, "</html>", ""])

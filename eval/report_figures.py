@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
+LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "error")
 WIDE_RANGE = 10.0  # perplexities that differ by more than this factor get a logarithmic axis
 MARKED = 40  # points of a line up to which each is marked
 

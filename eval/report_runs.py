@@ -45,8 +45,8 @@ class TrainingRun:
         return found[-1] if found else None
 
 
-def load_training_run(folder: Path) -> TrainingRun | None:
-    """The run in a folder, or None if none has begun there.
+def load_training_run(folder: Path, name: str) -> TrainingRun | None:
+    """The run in a folder, called `name` in the report, or None if none has begun there.
 
     Raises:
         ValueError: a broken line in its metrics.
@@ -56,7 +56,6 @@ def load_training_run(folder: Path) -> TrainingRun | None:
     import yaml
 
     config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    name = folder.resolve().name
     lines = []
     whole, _, _ = (
         (folder / METRICS).read_text(encoding="utf-8").rpartition("\n")
@@ -88,15 +87,19 @@ def _recipe(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "method": info.training.get("method", "wide"),
             "stage": info.training.get("stage"),
             "ffn_group": info.wide.ffn_group_size,
+            "attn_group": info.wide.attn_group_size,
             "budget": info.budget,
             "target": dict(info.targets),
+            "updates": config["updates"],
         }
     return {
         "method": config["method"],
         "stage": 2 if "run" in config else 1,
         "ffn_group": config["ffn_group_size"],
+        "attn_group": config["attn_group_size"],
         "budget": config["budget"],
         "target": config["sparsity"],
+        "updates": config["updates"],
     }
 
 

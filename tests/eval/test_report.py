@@ -194,7 +194,7 @@ def test_training_runs_are_reported_from_their_metrics(tmp_path):
     found = {figure.key: figure for figure in figures(load_runs(runs))}
     assert set(found) == {"held-out-held-txt", "training-loss", "training-skip"}
     [quality] = found["held-out-held-txt"].series
-    assert quality.name == "wide, stage 1, G 128, separate"
+    assert quality.name == "wide, stage 1, G 128, separate, 4 updates"
     assert [(p.x, p.y, p.source) for p in quality.points] == [
         (0.25, 250.0, "a/metrics.jsonl:7"),  # after the cut was set, not before
         (0.5, 500.0, "b/metrics.jsonl:7"),
@@ -207,7 +207,8 @@ def test_training_runs_are_reported_from_their_metrics(tmp_path):
     assert [figure.key for figure in alone] == ["training-loss", "training-skip"]
     text = write_report(runs, tmp_path / "out").read_text()
     row = next(line for line in text.splitlines() if "a/metrics.jsonl:7" in line)
-    for cell in ("a", "wide, stage 1, G 128, separate, 25 %", "64", "held.txt", "250", "25.0%"):
+    recipe = "wide, stage 1, G 128, separate, 25 %, 4 updates"
+    for cell in ("a", recipe, "64", "held.txt", "250", "25.0%"):
         assert f" {cell} |" in row
     assert "Measured on" not in text  # metrics do not say
     assert "some/where" not in text
@@ -218,6 +219,40 @@ def test_training_runs_are_reported_from_their_metrics(tmp_path):
         stream.write("\n")
     with pytest.raises(ValueError, match=r"a/metrics\.jsonl:8: not a line of training metrics"):
         load_runs(runs)
+
+
+def test_what_was_measured_on_less_text_is_drawn_apart(tmp_path):
+    for value, flops, n in ((20.0, 0.5, 62), (12.0, 0.0, 62), (30.0, 0.5, 8), (18.0, 0.0, 8)):
+        append_record(tmp_path / "eval.jsonl", wide(value, flops, n=n))
+    found = {figure.key: figure for figure in figures(load_runs([tmp_path]))}
+    assert set(found) == {
+        "sparsity-wikitext--n-62-word_perplexity",
+        "sparsity-wikitext--n-8-word_perplexity",
+    }
+    [line] = found["sparsity-wikitext--n-8-word_perplexity"].series
+    assert [p.y for p in line.points] == [18.0, 30.0]
+
+
+def test_a_studys_records_are_shown_and_other_suites_counted(tmp_path):
+    more = {"suite": "study", "row": "a", "part": "perplexity", "settings": {}}
+    append_record(tmp_path / "study.jsonl", wide(20.0, 0.5) | more)
+    append_record(tmp_path / "study.jsonl", wide(12.0, 0.0) | more)
+    other = {"decisions": 1, "float32_flipped": 0, "bf16_error": 0.0, "bf16_plain_error": 0.0}
+    append_record(tmp_path / "engine.jsonl", common_fields("engine") | {"model": "m"} | other)
+    text = write_report([tmp_path], tmp_path / "out").read_text()
+    assert "figures/sparsity-wikitext-word_perplexity.svg" in text
+    assert "study.jsonl:2 |" in text
+    assert "Records of suites that this report does not show: engine 1" in text
+    assert "does not show: engine 1" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_folders_of_the_same_name_are_told_apart(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    runs = [training_run(tmp_path / "one" / "stage1"), training_run(tmp_path / "two" / "stage1")]
+    [losses] = [f for f in figures(load_runs(runs)) if f.key == "training-loss"]
+    assert [s.name for s in losses.series] == ["one/stage1", "two/stage1"]
+    assert losses.series[1].points[0].source == "two/stage1/metrics.jsonl:1"
 
 
 def test_perplexities_of_different_magnitudes_get_a_logarithmic_axis(tmp_path):
@@ -275,3 +310,9 @@ def test_labels():
     apart = label(recipe | {"target": {"attention": 0.5, "ffn": 0.25}})
     assert apart.endswith("paper, attention 50 %, ffn 25 %")
     assert label(recipe | {"target": {"ffn": 0.25}}).endswith("paper, ffn 25 %")
+    # What makes another model is in its name.
+    more = {"attn_group": 3, "updates": 10_000, "distill": "only", "seed": 1}
+    assert label(recipe | more) == (
+        "wide, stage 2, G 64, heads 3, paper, 25 %, distill only, 10,000 updates"
+    )
+    assert label(recipe | {"distill": "off"}) == label(recipe)

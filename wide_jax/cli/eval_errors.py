@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -10,9 +10,10 @@ from rich.table import Table
 
 from eval.errors import PARTS, LayerErrors, layer_errors, plot_errors
 from eval.perplexity import PerplexityConfig
+from eval.records import append_record, commit, common_fields
 from eval.text import read_text, tokenize
 from wide_jax.cli.files import check_writable_file, write_json
-from wide_jax.cli.models import load_model
+from wide_jax.cli.models import LoadedModel, load_model
 from wide_jax.cli.progress import progress
 from wide_jax.cli.start import Platform, start
 
@@ -34,6 +35,8 @@ class Args:
     """Only the first so many windows."""
     json: Path | None = None
     """Also write every figure to this file."""
+    record: Path | None = None
+    """Append a result record (suite `errors`) to this file; `wide report` draws those."""
     plot: Path | None = None
     """Also draw them into this file (.svg, .png, .pdf; needs the `eval` extra)."""
     platform: Annotated[Platform, tyro.conf.arg(metavar="{auto,cpu,gpu}")] = "auto"
@@ -44,9 +47,10 @@ def main(args: Args) -> None:
     """Compare and print a table, a line a layer."""
     console = Console()
     text = read_text(args.data)
-    for file in (args.json, args.plot):
+    for file in (args.json, args.record, args.plot):
         if file is not None:
             check_writable_file(file)
+    commit()  # asked once a process: what is committed while this runs is not what ran
     start(args.platform, console)
     loaded = load_model(console, args.model)
     if loaded.model.wide is None:
@@ -62,8 +66,25 @@ def main(args: Args) -> None:
     console.print(found.accounting.line(), highlight=False, soft_wrap=True)
     if args.json is not None:
         write_json(args.json, {"model": args.model, "data": str(args.data), **found.to_json()})
+    if args.record is not None:
+        append_record(args.record, to_record(args, loaded, found))
     if args.plot is not None:
         plot_errors(found.to_json()["layers"], args.plot)
+
+
+def to_record(args: Args, loaded: LoadedModel, found: LayerErrors) -> dict[str, Any]:
+    """The result as a record of the `errors` suite."""
+    figures = found.to_json()
+    return common_fields("errors") | {
+        "model": loaded.fingerprint(),
+        "name": loaded.name,
+        "task": args.data.name.partition(".")[0],
+        "tokens": found.tokens,
+        "layers": figures["layers"],
+        "accounting": found.accounting.summary(),
+        "recipe": loaded.recipe(),
+        "window": args.window,
+    }
 
 
 def table(found: LayerErrors) -> Table:

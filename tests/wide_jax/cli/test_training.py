@@ -45,9 +45,16 @@ def test_calibrate_recover_export(model_folder, text_file, tmp_path, capsys):
     figures, drawing = tmp_path / "errors.json", tmp_path / "errors.svg"
     errors = ["eval", "errors", "--model", str(target), "--data", str(text_file)]
     more = ["--window", "32", "--max-windows", "2", "--json", str(figures), "--plot", str(drawing)]
-    assert main([*errors, *more]) == 0
+    record = tmp_path / "errors.jsonl"
+    assert main([*errors, *more, "--record", str(record)]) == 0
     assert len(json.loads(figures.read_text())["layers"]["stream"]["error"]) == 2
     assert "<svg" in drawing.read_text()
+    assert main(["report", str(record), "--out", str(tmp_path / "report")]) == 0
+    shown = json.loads((tmp_path / "report" / "figures" / "layers-error-0.json").read_text())
+    [stream] = [line for line in shown["series"] if line["name"] == "stream"]
+    assert [point["y"] for point in stream["points"]] == json.loads(figures.read_text())["layers"][
+        "stream"
+    ]["error"]
     assert main(["generate", "--model", str(target), "--prompt", "a", "--max-new-tokens", "2"]) == 0
 
 
