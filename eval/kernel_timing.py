@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+WARM_UP = 5  # calls at the beginning of a round that are not counted
 _numbers = itertools.count()
 
 
@@ -92,17 +93,21 @@ def time_interleaved[Name: Hashable](
 ) -> dict[Name, Timing]:
     """Time `name -> (compiled, argument sets)` in turns; `rounds` samples each.
 
-    Every round begins with one more call of its last contender, which is not counted: the first
-    kernels after a pause run slower (by 4 us on an H200, even behind a short warm-up product).
-    Raises `RuntimeError` where the profiler saw no kernels: there is no other clock here.
+    Every call takes the next argument set, whoever makes it: with the sets that its neighbour has
+    just read a contender would find some of them in the L2 cache. A round begins with `WARM_UP`
+    calls of its last contender that are not counted: the first kernels after a pause run slower
+    (by 4 us on an H200, even behind a short one). Raises `RuntimeError` where the profiler saw no
+    kernels: there is no other clock here.
     """
     first, first_sets = list(contenders.values())[-1]
+    turn = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for i in range(rounds):
-                out = first.call(*first_sets[i % len(first_sets)])
+            for _ in range(rounds):
+                for _ in range(WARM_UP):
+                    out = first.call(*first_sets[next(turn) % len(first_sets)])
                 for compiled, sets in contenders.values():
-                    out = compiled.call(*sets[i % len(sets)])
+                    out = compiled.call(*sets[next(turn) % len(sets)])
                 jax.block_until_ready(out)
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         kernels = _kernel_durations(files)
@@ -112,7 +117,7 @@ def time_interleaved[Name: Hashable](
     timings = {}
     for module, names in sharing.items():
         durations = kernels.get(module, [])
-        uncounted = module == first.module
+        uncounted = WARM_UP if module == first.module else 0
         a_round = uncounted + len(names)
         a_call, left_over = divmod(len(durations), rounds * a_round)
         if a_call == 0 or left_over:

@@ -1,5 +1,6 @@
 """The benchmark and the tuner, end to end on tiny shapes with a fake clock: what they write."""
 
+import itertools
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from eval import records
 from eval.bench_kernels import BenchConfig
 from eval.kernel_cases import FAMILIES
 from eval.kernel_plots import write_plots
-from eval.kernel_timing import Timing, compile_all, time_interleaved
+from eval.kernel_timing import WARM_UP, Compiled, Timing, compile_all, time_interleaved
 from eval.tune_kernels import TuneConfig
 from pallas_kernels._common import tuned
 from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES
@@ -155,20 +156,34 @@ def test_the_clock_refuses_a_profile_without_kernels():
 
 
 def test_the_clock_gives_every_contender_its_own_kernels(monkeypatch):
-    """Two contenders share a function; each round begins with an uncounted call of the last."""
+    """Two contenders share a function; each round begins with uncounted calls of the last."""
     compiled, failed = compile_all({"a": (lambda x: x + 1, (1.0,)), "b": (lambda x: x - 1, (1.0,))})
     assert not failed
     a, b = compiled["a"], compiled["b"]
     # Per round: b (uncounted, 2 kernels), a for x, b for y, a for z, b for w.
     ns = {a.module: [], b.module: []}
     for i in range(3):
-        ns[b.module] += [1e9, 1e9, 10 + i, 20 + i, 30 + i, 40 + i]
+        ns[b.module] += [1e9, 1e9] * WARM_UP + [10 + i, 20 + i, 30 + i, 40 + i]
         ns[a.module] += [1 + i, 5 + i]
     monkeypatch.setattr("eval.kernel_timing._kernel_durations", lambda files: ns)
     sets = [(1.0,)]
     timings = time_interleaved({"x": (a, sets), "y": (b, sets), "z": (a, sets), "w": (b, sets)}, 3)
     found = {name: [round(ms * 1e6) for ms in t.samples_ms] for name, t in timings.items()}
     assert found == {"x": [1, 2, 3], "y": [30, 32, 34], "z": [5, 6, 7], "w": [70, 72, 74]}
+
+
+def test_neighbours_never_get_the_same_arguments(monkeypatch):
+    """What one contender has just read must not be in the cache for the next."""
+    given = []
+    compiled = Compiled(lambda *arguments: given.append(arguments) or 0.0, "module", 0, 0)
+    calls = 2 * (WARM_UP + 3)
+    monkeypatch.setattr(
+        "eval.kernel_timing._kernel_durations", lambda files: {"module": [1.0] * calls}
+    )
+    sets = [(i,) for i in range(2)]
+    time_interleaved({name: (compiled, sets) for name in "abc"}, 2)
+    assert len(given) == calls
+    assert all(one != other for one, other in itertools.pairwise(given))
 
 
 def test_derived_tables_are_those_checked_in(tmp_path):
