@@ -205,17 +205,25 @@ class Contest:
         sized = shape.get("m") in config.naive_tokens and shape["group"] in config.naive_groups
         return sized and cell.sparsity == 0.5 and cell.kind == "random"
 
-    def functions(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """Dense without and with zeros, and every kernel that a cell needs."""
+    def functions(self, config: BenchConfig) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Dense without and with zeros, every kernel that a cell needs, and the specification."""
         found = {**self.case.dense(), "dense": self.case.pruned("dense")}
         for name, settings in itertools.chain(*(cell.kernels.items() for cell in self.cells)):
             found[name] = self.case.pruned(*settings)
         if self.full_kernel is not None:
             found[FULL] = self.case.pruned("triton", self.full_kernel)
         example = (*self.operands[0], self.cells[0].layout)
-        return {name: (run, example) for name, run in found.items()}
+        functions = {name: (run, example) for name, run in found.items()}
+        if self.case.checked(config):
+            functions[REFERENCE] = (self.case.pruned("reference"), self.in_float32(self.cells[0]))
+        return functions
+
+    def in_float32(self, cell: Cell) -> tuple[Any, ...]:
+        """The arguments of a cell that errors are measured with, in float32."""
+        return (*(a.astype(jnp.float32) for a in self.operands[0]), cell.layout)
 
 
+REFERENCE = "reference"  # compiled with the contenders, not timed
 FULL = "triton, all on, unmasked"  # a baseline of `Case.own_baseline`
 BASELINES = {"dense-unmasked": "the best plain JAX, unmasked"}  # in words, where a name is not
 
@@ -244,7 +252,7 @@ def contest_records(
     contests: list[Contest], config: BenchConfig, console: Console
 ) -> Iterator[dict[str, Any]]:
     """The records of several problems; all contenders are compiled together, first."""
-    functions = {(i, n): f for i, c in enumerate(contests) for n, f in c.functions().items()}
+    functions = {(i, n): f for i, c in enumerate(contests) for n, f in c.functions(config).items()}
     compiled, failed = compile_all(functions, workers=16)
     for (i, name), error in failed.items():
         raise RuntimeError(f"{contests[i].case}: {name} does not run") from error
@@ -271,7 +279,8 @@ def contest_records(
     for i, one in enumerate(contests):
         for j, cell in enumerate(one.cells):
             own = {name: turn for (*at, name), turn in turns.items() if at == [i, j]}
-            yield from _rows(one, cell, own, {n: timings[i, j, n] for n in own}, config)
+            reference = compiled.get((i, REFERENCE))
+            yield from _rows(one, cell, own, {n: timings[i, j, n] for n in own}, reference)
 
 
 def _rows(
@@ -279,14 +288,13 @@ def _rows(
     cell: Cell,
     turns: dict[str, tuple[Compiled, list[tuple[Any, ...]]]],
     timings: dict[str, Timing],
-    config: BenchConfig,
+    reference: Compiled | None,
 ) -> Iterator[dict[str, Any]]:
-    """The records of one cell, with errors against float32 where a problem is short."""
+    """The records of one cell, with errors against float32 where there is a `reference`."""
     case, facts = one.case, one.case.facts
     expected = None
-    if case.checked(config) and bool(cell.mask.any()):
-        wide = tuple(a.astype(jnp.float32) for a in one.operands[0])
-        expected = jax.jit(case.pruned("reference"))(*wide, cell.layout)
+    if reference is not None and bool(cell.mask.any()):
+        expected = reference.call(*one.in_float32(cell))
     unmasked = {*case.dense(), FULL} & turns.keys()
     best = min(unmasked, key=lambda name: timings[name].ms)
     dense_ms = timings[best].ms
