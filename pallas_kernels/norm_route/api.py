@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -92,7 +93,7 @@ def norm_route_step(
     Returns:
         normed, mask, and the counter for the next call. Arguments and errors are `norm_route`'s.
     """
-    _check(x, norm_weight, weights)
+    check_norm_route("norm_route", x, norm_weight, weights)
     match implementation or ("triton" if triton_support.runs_here() else "reference"):
         case "reference":
             from pallas_kernels.norm_route.reference import norm_route as run
@@ -110,15 +111,16 @@ def norm_route_step(
     return *run(x, norm_weight, weights, eps, threshold), counter
 
 
-def _check(x, norm_weight, weights: RouterWeights) -> None:
+def check_norm_route(op: str, x: jax.Array, norm_weight: jax.Array, weights: RouterWeights) -> None:
+    """Raise `ValueError` on operands that do not fit together, with the numbers."""
     if x.ndim != 2 or x.dtype.name not in DTYPES:
         raise ValueError(
-            f"norm_route: x must be [M, D] of {', '.join(DTYPES)}, got {x.dtype}{list(x.shape)}"
+            f"{op}: x must be [M, D] of {', '.join(DTYPES)}, got {x.dtype}{list(x.shape)}"
         )
     hidden = x.shape[1]
     if norm_weight.shape != (hidden,) or norm_weight.dtype != x.dtype:
         raise ValueError(
-            f"norm_route: norm_weight is {norm_weight.dtype}{list(norm_weight.shape)}, "
+            f"{op}: norm_weight is {norm_weight.dtype}{list(norm_weight.shape)}, "
             f"expected {x.dtype}[{hidden}]"
         )
     rank, outputs = weights.compressor.shape[0], weights.router.shape[0]
@@ -126,8 +128,7 @@ def _check(x, norm_weight, weights: RouterWeights) -> None:
     for name, shape, array in zip(RouterWeights._fields, expected, weights, strict=True):
         if array.shape != shape or array.dtype.name != "float32":
             raise ValueError(
-                f"norm_route: {name} is {array.dtype}{list(array.shape)}, "
-                f"expected float32{list(shape)}"
+                f"{op}: {name} is {array.dtype}{list(array.shape)}, expected float32{list(shape)}"
             )
     if outputs == 0 or outputs % 2:
-        raise ValueError(f"norm_route: router has {outputs} rows, expected two a group")
+        raise ValueError(f"{op}: router has {outputs} rows, expected two a group")

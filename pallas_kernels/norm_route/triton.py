@@ -35,15 +35,15 @@ NUM_WARPS = 4
 
 @jit
 def _second_map(router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constexpr, RANKS):
-    """Execute minus skip rows of the second map `[RANKS, groups]`, and its bias `[groups]`."""
+    """Execute and skip rows of the second map `[RANKS, groups]`; their biases' difference."""
     ranks = tl.arange(0, RANKS)
     ok = (ranks < R)[:, None] & (groups < GROUPS)[None, :]
     row = router + 2 * groups[None, :] * R + ranks[:, None]
-    difference = tl.load(row, mask=ok, other=0.0) - tl.load(row + R, mask=ok, other=0.0)
+    execute, skip = tl.load(row, mask=ok, other=0.0), tl.load(row + R, mask=ok, other=0.0)
     bias = router_bias + 2 * groups
     group_ok = groups < GROUPS
     shift = tl.load(bias, mask=group_ok, other=0.0) - tl.load(bias + 1, mask=group_ok, other=0.0)
-    return difference, shift
+    return execute, skip, shift
 
 
 @jit
@@ -95,8 +95,8 @@ def rows_kernel(
 
     for first in range(0, GROUPS, BLOCK_G):
         groups = first + tl.arange(0, BLOCK_G)
-        difference, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
-        margin = tl.dot(z, difference, input_precision="ieee") + shift[None, :]
+        execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
+        margin = tl.dot(z, execute - skip, input_precision="ieee") + shift[None, :]
         tl.store(
             mask + tokens.to(tl.int64)[:, None] * GROUPS + groups[None, :],
             margin >= THRESHOLD,
@@ -108,11 +108,9 @@ def rows_kernel(
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         ok = token_ok[:, None] & (d < D)[None, :]
-        a = tl.load(x_row + d[None, :], mask=ok, other=0.0).to(tl.float32)
+        a = tl.load(x_row + d[None, :], mask=ok, other=0.0)
         weight = tl.load(norm_weight + d, mask=d < D, other=0.0)
-        unit = (a * scale[:, None]).to(x.dtype.element_ty)
-        result = weight.to(tl.float32)[None, :] * unit.to(tl.float32)
-        tl.store(out_row + d[None, :], result.to(x.dtype.element_ty), mask=ok)
+        tl.store(out_row + d[None, :], normed_values(a, scale[:, None], weight[None, :]), mask=ok)
 
 
 @jit
@@ -127,7 +125,41 @@ def step_kernel(
     M,
     normed,  # [M, D]
     mask,  # [M, GROUPS] bool
-    z,  # [M, R], the compressed tokens
+    z,  # [M, R], the compressed tokens without their bias
+    D: tl.constexpr,
+    R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """One program: one row of the compressor."""
+    route_row(
+        tl.program_id(0), arrived, x, norm_weight, compressor, compressor_bias, router,
+        router_bias, M, normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, TOKENS, ROWS,
+        BLOCK_D, BLOCK_G, SLICE,
+    )  # fmt: skip
+
+
+@jit
+def route_row(
+    rank,  # which row
+    arrived,  # [1], programs that have finished: 0 before and after
+    x,  # [M, D]
+    norm_weight,  # [D]
+    compressor,  # [R, D]
+    compressor_bias,  # [R]
+    router,  # [2 GROUPS, R]
+    router_bias,  # [2 GROUPS]
+    M,
+    normed,  # [M, D]
+    mask,  # [M, GROUPS] bool
+    z,  # [M, R], the compressed tokens without their bias
     D: tl.constexpr,
     R: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -140,51 +172,63 @@ def step_kernel(
     BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,  # ceil(D / R) rounded up to a power of two
 ):
-    """One row of the compressor for all tokens and 1/R of the normed values; the last decides."""
-    rank = tl.program_id(0)
+    """One row of the compressor for all tokens and 1/R of the normed values; the last decides.
+
+    What a step takes is the chain of its waits for memory: x and the row; the sums to arrive; the
+    count; the sums again. What else is read is asked for while the sums are under way.
+    """
     tokens = tl.arange(0, TOKENS)
     token_ok = tokens < M
-    # Under way while the sums are made: after the count they would be waited for.
-    difference, shift = _second_map(router, router_bias, tl.arange(0, BLOCK_G), GROUPS, R, RANKS)
     x_row = x + tokens[:, None] * D
     squares = tl.zeros((TOKENS, BLOCK_D), tl.float32)
     products = tl.zeros((TOKENS, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        a = tl.load(x_row + d[None, :], mask=token_ok[:, None] & (d < D)[None, :], other=0.0)
-        a = a.to(tl.float32)
+        d = start + tl.arange(0, BLOCK_D)[None, :]
+        a = tl.load(x_row + d, mask=token_ok[:, None] & (d < D), other=0.0).to(tl.float32)
         w = tl.load(compressor + rank * D + d, mask=d < D, other=0.0)
         squares += a * a
-        products += a * w[None, :]
-    total = tl.sum(products, axis=1) + tl.load(compressor_bias + rank)
-    tl.store(z + tokens * R + rank, total, mask=token_ok)
+        products += a * w
+    tl.store(z + tokens * R + rank, tl.sum(products, axis=1), mask=token_ok)
 
+    ranks = tl.arange(0, RANKS)
+    bias = tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)
+    groups = tl.arange(0, BLOCK_G)
+    execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
     PIECE: tl.constexpr = (D + R - 1) // R
-    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
     offset = tl.arange(0, SLICE)
-    d = rank * PIECE + offset
-    d_ok = (offset < PIECE) & (d < D)
-    ok = token_ok[:, None] & d_ok[None, :]
-    a = tl.load(x_row + d[None, :], mask=ok, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + d, mask=d_ok, other=0.0)
-    unit = (a * scale[:, None]).to(x.dtype.element_ty)
-    result = weight.to(tl.float32)[None, :] * unit.to(tl.float32)
-    tl.store(normed + tokens[:, None] * D + d[None, :], result.to(x.dtype.element_ty), mask=ok)
-
-    tl.debug_barrier()  # all threads' parts of z are written before the program says so
+    own = rank * PIECE + offset
+    own_ok = ((offset < PIECE) & (own < D))[None, :]
+    weight = tl.load(norm_weight + own[None, :], mask=own_ok, other=0.0)
+    own_ok = token_ok[:, None] & own_ok
+    a = tl.load(x_row + own[None, :], mask=own_ok, other=0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
+    tl.debug_barrier()  # all threads' sums are written before the program says so
     before = tl.atomic_add(arrived, 1, sem="acq_rel")
+
+    result = normed_values(a, scale[:, None], weight)
+    tl.store(normed + tokens[:, None] * D + own[None, :], result, mask=own_ok)
     if before == R - 1:
         for first in tl.static_range(0, GROUPS, BLOCK_G):
-            groups = first + tl.arange(0, BLOCK_G)
             if first > 0:
-                difference, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
-            _decide(z, difference, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, ROWS)
+                groups = first + tl.arange(0, BLOCK_G)
+                execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
+            _decide(
+                z, bias, execute - skip, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, ROWS
+            )
         tl.store(arrived, 0)
+
+
+@jit
+def normed_values(a, scale, weight):
+    """`weight * (a * scale)` in the dtype of a, rounded to it in between as well."""
+    unit = (a.to(tl.float32) * scale).to(a.dtype)
+    return (weight.to(tl.float32) * unit.to(tl.float32)).to(a.dtype)
 
 
 @jit
 def _decide(
     z,  # [M, R]
+    bias,  # [RANKS], the compressor's
     difference,  # [RANKS, groups]
     shift,  # [groups]
     groups,
@@ -200,7 +244,7 @@ def _decide(
     ranks = tl.arange(0, RANKS)
     rank_ok = ranks < R
     if ROWS == 1:
-        compressed = tl.load(z + ranks, mask=rank_ok, other=0.0, volatile=True)
+        compressed = bias + tl.load(z + ranks, mask=rank_ok, other=0.0, volatile=True)
         margin = tl.sum(compressed[:, None] * difference, axis=0) + shift
         tl.store(mask + groups, margin >= THRESHOLD, mask=groups < GROUPS)
     else:
@@ -212,6 +256,7 @@ def _decide(
             other=0.0,
             volatile=True,
         )
+        compressed += bias[None, :]
         margin = tl.dot(compressed, difference, input_precision="ieee") + shift[None, :]
         tl.store(
             mask + rows[:, None] * GROUPS + groups[None, :],
@@ -290,9 +335,14 @@ def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:
 
 
 def step_constants(
-    m: int, hidden: int, weights: RouterWeights, eps: float, threshold: float
+    m: int,
+    hidden: int,
+    weights: RouterWeights,
+    eps: float,
+    threshold: float,
+    held: int = STEP_MAP,
 ) -> dict[str, Any]:
-    """Compile-time constants of `step_kernel`."""
+    """Compile-time constants of `step_kernel`; `held`: numbers of the second map held at once."""
     rank, tokens = weights.compressor.shape[0], triton.next_power_of_2(m)
     ranks, groups = (max(16, triton.next_power_of_2(n)) for n in (rank, weights.groups))
     return dict(
@@ -305,7 +355,7 @@ def step_constants(
         TOKENS=tokens,
         ROWS=1 if m == 1 else max(16, tokens),
         BLOCK_D=max(64, 4096 // tokens),
-        BLOCK_G=min(STEP_BLOCK_G, groups, max(16, STEP_MAP // ranks)),
+        BLOCK_G=min(STEP_BLOCK_G, groups, max(16, held // ranks)),
         SLICE=triton.next_power_of_2(math.ceil(hidden / rank)),
     )
 
