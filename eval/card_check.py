@@ -27,6 +27,7 @@ from pallas_kernels import (
     project_qkv,
     rms_norm,
     rope_cache,
+    route_kv,
     swiglu_up,
 )
 from pallas_kernels._common.shapes import MODELS, ModelShape
@@ -140,7 +141,7 @@ def cases(model: str, m: int, pattern: str) -> Iterator[CardCase]:
         )
     yield case("project_qkv", lambda i: project_qkv(x, w_q, w_k, w_v, attention, implementation=i))
     yield from _attention_cases(case, shape, m, attention, draw)
-    yield _routing_case(case, shape, ffn.groups, x, draw)
+    yield from _routing_cases(case, shape, ffn.groups, x, (w_k, w_v), draw)
     norm = draw(shape.hidden)
     yield case("rms_norm", lambda i: rms_norm(x, norm, eps=1e-5, implementation=i), has_dense=False)
 
@@ -175,7 +176,15 @@ def _attention_cases(case, shape: ModelShape, m: int, layout: MaskLayout, draw: 
     )
 
 
-def _routing_case(case, shape: ModelShape, groups: int, x: jax.Array, draw: "_Draw") -> CardCase:
+def _routing_cases(
+    case,
+    shape: ModelShape,
+    groups: int,
+    x: jax.Array,
+    w_kv: tuple[jax.Array, jax.Array],
+    draw: "_Draw",
+):
+    """The decision, and for one token the decision with keys and values."""
     rank = 32
     weights = RouterWeights(
         draw.weight(rank, shape.hidden).astype(jnp.float32),
@@ -184,11 +193,18 @@ def _routing_case(case, shape: ModelShape, groups: int, x: jax.Array, draw: "_Dr
         jnp.zeros(2 * groups),
     )
     norm = jnp.ones(shape.hidden, x.dtype)
-    return case(
+    yield case(
         "norm_route",
         lambda i: norm_route(x, norm, weights, eps=1e-5, implementation=i),
         has_dense=False,
     )
+    if x.shape[0] == 1:
+        counter = jnp.zeros(1, jnp.int32)
+        yield case(
+            "route_kv",
+            lambda i: route_kv(x, norm, weights, *w_kv, counter, eps=1e-5, implementation=i),
+            has_dense=False,
+        )
 
 
 class _Draw:

@@ -240,6 +240,7 @@ def random_cache(config: ModelConfig, batch: int, tokens: int, capacity: int) ->
 
 # What a kernel's name contains -> the part of a layer it belongs to; the first match counts.
 PARTS = (
+    ("routing, k and v", ("route_kv_kernel",)),
     (
         "routing",
         ("rows_kernel", "step_kernel", "count_kernel", "place_kernel", "k_axis", "pattern"),

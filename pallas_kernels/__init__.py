@@ -25,4 +25,5 @@ from pallas_kernels.norm_route import norm_route_step as norm_route_step
 from pallas_kernels.project_qkv import project_qkv as project_qkv
 from pallas_kernels.rms_norm import rms_norm as rms_norm
 from pallas_kernels.rope_cache import rope_cache as rope_cache
+from pallas_kernels.route_kv import route_kv as route_kv
 from pallas_kernels.swiglu_up import swiglu_up as swiglu_up

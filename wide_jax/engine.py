@@ -102,7 +102,7 @@ class PlannedOp:
     """What one operation of every layer will run."""
 
     op: str
-    part: str  # q, o, gate and up, down, attention
+    part: str  # routing, q, o, gate and up, down, attention
     implementation: str
     reason: str
     measured: bool
@@ -193,7 +193,24 @@ def plan(
         device=device,
     )
     found.insert(1, _planned(op, "attention", getattr(kernels, op), choice))
-    return found
+    return found if whole else [*_planned_routing(kernels, m, device), *found]
+
+
+def _planned_routing(kernels: Kernels, m: int, device: Device | None) -> list[PlannedOp]:
+    """How the two routers are asked for m tokens, and what is made beside an answer."""
+    runs = triton_support.runs_on(device or current_device())
+    automatic = ("triton", "Triton runs here") if runs else ("reference", "no Triton here")
+
+    def routing(op: str, part: str, asked: str | None) -> PlannedOp:
+        implementation, reason = automatic if asked is None else (asked, "asked for")
+        return PlannedOp(op, part, implementation, reason, measured=False)
+
+    if m > 1 or not kernels.routes_with_kv:
+        return [routing("norm_route", "routing", kernels.norm_route)]
+    return [
+        routing("route_kv", "attention's routing, k and v", kernels.route_kv),
+        routing("norm_route", "FFN's routing", kernels.norm_route),
+    ]
 
 
 def _planned(op: str, part: str, asked: str | None, choice) -> PlannedOp:

@@ -42,6 +42,9 @@ class Kernels:
 
     hints: SparsityHints = SparsityHints()
     norm_route: RouteImplementation | None = None
+    # A step of one token: the decision of attention with its keys and values. None leaves them to
+    # `norm_route` and `gemm_mn` where one of these is named.
+    route_kv: RouteImplementation | None = None
     rms_norm: NormImplementation | None = None  # of sublayers that ask no router
     mask_layout: LayoutImplementation | None = None
     rope_cache: RopeImplementation | None = None
@@ -50,6 +53,11 @@ class Kernels:
     gemm_k: Implementation | None = None
     attention_prefill: AttentionImplementation | None = None
     attention_decode: AttentionImplementation | None = None
+
+    @property
+    def routes_with_kv(self) -> bool:
+        """Whether a step of one token takes `route_kv`."""
+        return self.route_kv is not None or (self.norm_route is None and self.gemm_mn is None)
 
     @property
     def plain_products(self) -> bool:

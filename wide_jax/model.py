@@ -134,6 +134,7 @@ class DecoderLayer(nnx.Module):
             module="attention",
             groups=self.dense_attn_groups,
             counter=counter,
+            attention=self.self_attn,
         )
         x, cache = pruned.attend(self.self_attn, x, attn, shared, cache, kernels)
         asked = isinstance(routing, Argmax)

@@ -5,11 +5,13 @@
     x -> norm_route -> mask -> mask_layout
          swiglu_up (gate, up) -> gemm_k (down) -> + x
 
-The plain path (`attention.py`, `mlp.py`) is the specification. Padding tokens skip every group
-here: nobody reads their outputs.
+A step of one token makes its keys and values beside the first decision: `route_kv` in place of
+`norm_route`, then `gemm_mn` in place of `project_qkv`. The plain path (`attention.py`, `mlp.py`) is
+the specification. Padding tokens skip every group here: nobody reads their outputs.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,13 @@ from pallas_kernels import (
     mask_layout,
     norm_route_step,
     rms_norm,
+    route_kv,
     swiglu_up,
 )
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
 from pallas_kernels.dispatch import SMALL_TOKENS
-from pallas_kernels.project_qkv import project_qkv
+from pallas_kernels.project_qkv import Biases, project_qkv
 from pallas_kernels.rope_cache import rope_cache
 from wide_jax.attention import Attention, AttentionInputs
 from wide_jax.cache import LayerCache
@@ -62,6 +65,8 @@ class Decision:
     mask: Bool[Array, "B T groups"] | None  # None: everything
     layout: MaskLayout | None  # None: everything, by plain products
     counter: Int32[Array, "1"]  # the routing kernel's, for the next decision
+    # Keys and values, where the routing kernel made them too.
+    kv: tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]] | None = None
 
 
 def decision(
@@ -76,12 +81,15 @@ def decision(
     module: Module,
     groups: int,
     counter: Int32[Array, "1"],
+    attention: Attention | None = None,
     decided: Decision | None = None,
 ) -> Decision:
     """Norm, mask and layout of one sublayer, whose input is the residual stream `x`.
 
     `groups` are those of a dense step of few tokens, which runs by the same kernels. `counter` is
-    `norm_route_step`'s. `decided`: another sublayer's decision that holds for this one too.
+    `norm_route_step`'s. `attention`: what is decided about, if that is attention: where a step of
+    one token asks a router, keys and values come with the decision. `decided`: another sublayer's
+    decision that holds for this one too.
 
     Raises:
         ValueError: `routing` needs a router and the model has none.
@@ -99,18 +107,20 @@ def decision(
             mask = getattr(masks, module)[layer]
             if mask.dtype != jnp.bool_:
                 mask = mask != 0
-            if ask_routers:
-                normed, answer, counter = _asked(
-                    norm, required(router, routing), x, counter, kernels
-                )
-                mask, _ = jax.lax.optimization_barrier((mask, answer))
-            else:
+            if not ask_routers:
                 normed = _normed(norm, x, kernels)
-            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
+                return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
+            asked = _asked(norm, required(router, routing), x, counter, kernels, attention)
+            mask, _ = jax.lax.optimization_barrier((mask, asked.mask))
         case Argmax():
-            normed, mask, counter = _asked(norm, required(router, routing), x, counter, kernels)
-            return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
-    raise ValueError(f"{type(routing).__name__} routing is for training: it runs in plain JAX")
+            asked = _asked(norm, required(router, routing), x, counter, kernels, attention)
+            mask = asked.mask
+        case _:
+            raise ValueError(
+                f"{type(routing).__name__} routing is for training: it runs in plain JAX"
+            )
+    layout = _layout(mask, shared, sparsity, kernels)
+    return Decision(asked.normed, mask, layout, asked.counter, asked.kv)
 
 
 def _normed(norm: RMSNorm, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "B T D"]:
@@ -121,27 +131,49 @@ def _normed(norm: RMSNorm, x: Float[Array, "B T D"], kernels: Kernels) -> Float[
     return normed.reshape(x.shape)
 
 
+class _Asked(NamedTuple):
+    """The normed input, the router's decisions, the counter, and keys and values if made."""
+
+    normed: Float[Array, "B T D"]
+    mask: Bool[Array, "B T groups"]
+    counter: Int32[Array, "1"]
+    kv: tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]] | None
+
+
 def _asked(
     norm: RMSNorm,
     router: Router,
     x: Float[Array, "B T D"],
     counter: Int32[Array, "1"],
     kernels: Kernels,
-) -> tuple[Float[Array, "B T D"], Bool[Array, "B T groups"], Int32[Array, "1"]]:
-    """The normed input, the router's decisions and the counter."""
+    attention: Attention | None,
+) -> _Asked:
     compressor, last = router.compressor, router.router
-    normed, mask, counter = norm_route_step(
-        x.reshape(-1, x.shape[-1]),
-        norm.weight[...],
-        RouterWeights(
-            compressor.weight[...], compressor.bias[...], last.weight[...], last.bias[...]
-        ),
-        counter,
-        eps=norm.eps,
-        threshold=router.threshold,
-        implementation=kernels.norm_route,
+    rows, norm_weight = x.reshape(-1, x.shape[-1]), norm.weight[...]
+    weights = RouterWeights(
+        compressor.weight[...], compressor.bias[...], last.weight[...], last.bias[...]
     )
-    return normed.reshape(x.shape), mask.reshape(*x.shape[:2], -1), counter
+    options = {"eps": norm.eps, "threshold": router.threshold}
+    kv = None
+    if attention is not None and rows.shape[0] == 1 and kernels.routes_with_kv:
+        biases = _biases(attention)
+        normed, mask, k, v, counter = route_kv(
+            rows,
+            norm_weight,
+            weights,
+            attention.k_proj.weight[...],
+            attention.v_proj.weight[...],
+            counter,
+            biases=None if biases is None else biases[1:],
+            implementation=kernels.route_kv,
+            **options,
+        )
+        kv = k, v
+    else:
+        normed, mask, counter = norm_route_step(
+            rows, norm_weight, weights, counter, implementation=kernels.norm_route, **options
+        )
+    return _Asked(normed.reshape(x.shape), mask.reshape(*x.shape[:2], -1), counter, kv)
 
 
 def _layout(
@@ -298,17 +330,20 @@ def _projected(
         q, k, v = (projection(normed) for projection in projections)
         return q, k, v
     w_q, w_k, w_v = (projection.weight[...] for projection in projections)
-    b_q, b_k, b_v = (None if p.bias is None else p.bias[...] for p in projections)
-    biased = b_q is not None and b_k is not None and b_v is not None  # a checkpoint has all or none
-    return project_qkv(
-        normed,
-        w_q,
-        w_k,
-        w_v,
-        decision.layout,
-        biases=(b_q, b_k, b_v) if biased else None,
-        implementation=kernels.gemm_mn,
-    )
+    biases = _biases(attention)
+    if decision.kv is None:
+        return project_qkv(
+            normed, w_q, w_k, w_v, decision.layout, biases=biases, implementation=kernels.gemm_mn
+        )
+    bias = None if biases is None else biases[0]
+    q = gemm_mn(normed, w_q, decision.layout, bias=bias, implementation=kernels.gemm_mn)
+    return q, *decision.kv
+
+
+def _biases(attention: Attention) -> Biases | None:
+    """Those of queries, keys and values: a checkpoint has all or none."""
+    q, k, v = attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias
+    return None if q is None or k is None or v is None else (q[...], k[...], v[...])
 
 
 def whole_product(

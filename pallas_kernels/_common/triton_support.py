@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._common.device import current_device
+from pallas_kernels._common.device import Device, current_device
 
 # jax-triton and triton versions that are tested together (pinned by the `gpu` extra).
 TESTED_PAIR = {"jax-triton": "0.4.1", "triton": "3.7"}
@@ -31,8 +31,12 @@ def available() -> bool:
 
 def runs_here() -> bool:
     """Whether Triton kernels can run on the current device."""
-    capability = current_device().capability
-    return capability is not None and float(capability) >= 8.0 and available()
+    return runs_on(current_device())
+
+
+def runs_on(device: Device) -> bool:
+    """Whether Triton kernels can run on a device, with what is installed."""
+    return device.capability is not None and float(device.capability) >= 8.0 and available()
 
 
 def versions() -> dict[str, str]:

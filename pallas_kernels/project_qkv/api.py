@@ -1,5 +1,6 @@
 """The public function of the three projections in front of attention."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -10,6 +11,7 @@ from pallas_kernels._common.run import resolve
 from pallas_kernels.gemm_mn import gemm_mn
 from pallas_kernels.layout import MaskLayout
 
+type KVBiases = tuple[Float[Array, " Nk"], Float[Array, " Nk"]]
 type Biases = tuple[Float[Array, " N"], Float[Array, " Nk"], Float[Array, " Nk"]]
 
 
@@ -29,28 +31,47 @@ def project_qkv(
     more tokens run as `gemm_mn` and XLA's products. Arguments, choices and errors are those of
     `gemm_mn`; with `biases`, of q, k and v, q's is added to active groups only.
     """
-    b_q, b_k, b_v = (None, None, None) if biases is None else biases
-    for name, w in (("w_k", w_k), ("w_v", w_v)):
-        if w.shape != w_k.shape[:1] + x.shape[1:] or w.dtype != x.dtype:
-            raise ValueError(
-                f"project_qkv: {name} is {w.dtype}{list(w.shape)}, expected "
-                f"{x.dtype}{[w_k.shape[0], x.shape[1]]}"
-            )
-    check_bias("project_qkv", b_k, x, w_k.shape[0])
-    check_bias("project_qkv", b_v, x, w_v.shape[0])
+    b_q, kv_biases = (None, None) if biases is None else (biases[0], biases[1:])
+    check_keys_values("project_qkv", x, w_k, w_v, kv_biases)
     group_size = check_gemm("project_qkv", x, {"w_q": w_q}, layout, None)
     problem = Problem.of("gemm_mn", x, w_q, group_size, layout.expected_sparsity)
     chosen, config = resolve(problem, implementation, None)
     if chosen == "triton" and isinstance(config, SmallConfig) and x.shape[0] > 0:
         from pallas_kernels.project_qkv.triton import project_qkv as run
 
-        return run(x, w_q, w_k, w_v, layout, (b_q, b_k, b_v), group_size, config)
+        return run(x, w_q, w_k, w_v, layout, biases, group_size, config)
     q = gemm_mn(x, w_q, layout, bias=b_q, implementation=chosen)
-    return q, _whole(x, w_k, b_k, chosen), _whole(x, w_v, b_v, chosen)
+    return q, *keys_values(x, w_k, w_v, kv_biases, chosen)
+
+
+def check_keys_values(
+    op: str, x: jax.Array, w_k: jax.Array, w_v: jax.Array, biases: KVBiases | None
+) -> None:
+    """Raise `ValueError` on weights or biases of keys and values that do not fit x."""
+    for name, w in (("w_k", w_k), ("w_v", w_v)):
+        if w.shape != w_k.shape[:1] + x.shape[1:] or w.dtype != x.dtype:
+            raise ValueError(
+                f"{op}: {name} is {w.dtype}{list(w.shape)}, expected "
+                f"{x.dtype}{[w_k.shape[0], x.shape[1]]}"
+            )
+    for bias in biases or ():
+        check_bias(op, bias, x, w_k.shape[0])
+
+
+def keys_values(
+    x: Float[Array, "M K"],
+    w_k: Float[Array, "Nk K"],
+    w_v: Float[Array, "Nk K"],
+    biases: KVBiases | None,
+    implementation: Implementation,
+) -> tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]]:
+    """`x w_k^T` and `x w_v^T`: float32 sums for the specification, else XLA's products."""
+    b_k, b_v = (None, None) if biases is None else biases
+    return _whole(x, w_k, b_k, implementation), _whole(x, w_v, b_v, implementation)
 
 
 def _whole(x, w, bias, implementation: Implementation):
-    """Every channel: float32 sums for the specification, else XLA's product."""
+    """Every channel of a product."""
     if implementation == "reference":
         wide = {"precision": "highest", "preferred_element_type": jnp.float32}
         y = jnp.einsum("mk,nk->mn", x, w, **wide)

@@ -16,6 +16,7 @@ from pallas_kernels._common.device import current_device
 from pallas_kernels._common.jit import jit
 from pallas_kernels._common.small_kernel import small_tile
 from pallas_kernels.layout import MaskLayout
+from pallas_kernels.project_qkv.api import Biases
 
 
 @jit
@@ -82,7 +83,7 @@ def project_qkv(
     w_k: jax.Array,
     w_v: jax.Array,
     layout: MaskLayout,
-    biases: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
+    biases: Biases | None,
     group_size: int,
     config: SmallConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -91,7 +92,7 @@ def project_qkv(
     (m, k), n, nk = x.shape, w_q.shape[0], w_k.shape[0]
     weights = (w_q, w_k, w_v)
     # A bias that is not read still takes its place in the kernel's signature.
-    read = [w if b is None else b for w, b in zip(weights, biases, strict=True)]
+    read = weights if biases is None else biases
     tiles = layout.groups * math.ceil(group_size / config.block_n)
     q, keys, values = triton_support.launch(
         qkv_kernel,
@@ -105,7 +106,7 @@ def project_qkv(
             K=k,
             G=group_size,
             GROUPS=layout.groups,
-            HAS_BIAS=biases[0] is not None,
+            HAS_BIAS=biases is not None,
             PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
             TOKENS=1 if m == 1 else max(16, triton.next_power_of_2(m)),
             BLOCK_N=config.block_n,

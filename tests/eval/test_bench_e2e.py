@@ -178,6 +178,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_runs(options, m
     ("folders", "part"),
     [
         (("norm_route", "layout"), "routing"),
+        (("route_kv",), "routing, k and v"),
         (("attention_prefill", "attention_decode"), "attention"),
         (("rms_norm",), "norm"),
         (("rope_cache",), "rotation"),

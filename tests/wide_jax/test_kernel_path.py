@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 from pallas_kernels._common.device import H200
+from tests.kernels.contract import running
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax import lora, pruned
 from wide_jax.batch import TokenBatch
+from wide_jax.cache import KVCache
 from wide_jax.config import RopeConfig, WideConfig
 from wide_jax.engine import automatic_kernels, plan, use_kernels
 from wide_jax.generate import _decode_until, generate, prefill
@@ -195,7 +197,8 @@ def test_plan_names_every_op_of_a_layer():
     config, kernels = tiny_config(), Kernels(gemm_mn="reference")
     wide = WideConfig.for_model(config, ffn_group_size=8)
     for tokens, attention in ((1, "attention_decode"), (64, "attention_prefill")):
-        ops = plan(config, wide, kernels, batch=1, tokens=tokens, context=64)
+        routing, *ops = plan(config, wide, kernels, batch=1, tokens=tokens, context=64)
+        assert (routing.op, routing.part) == ("norm_route", "routing")
         assert [(op.op, op.part) for op in ops] == [
             ("gemm_mn", "q"),
             (attention, "attention"),
@@ -205,6 +208,101 @@ def test_plan_names_every_op_of_a_layer():
         ]
         assert ops[0].reason == "asked for"
         assert all(op.implementation for op in ops)
+
+
+def test_plan_of_a_step_of_one_token_routes_with_keys_and_values():
+    config = tiny_config()
+    wide = WideConfig.for_model(config, ffn_group_size=8)
+
+    def routing(kernels, batch=1):
+        ops = plan(config, wide, kernels, batch=batch, tokens=1, context=64, device=H200)
+        return [(op.op, op.implementation) for op in ops if "routing" in op.part]
+
+    assert routing(Kernels()) == [("route_kv", "triton"), ("norm_route", "triton")]
+    assert routing(Kernels(), batch=2) == [("norm_route", "triton")]
+    # An operation that is asked for by name runs, and not another in its place.
+    assert routing(Kernels(norm_route="reference")) == [("norm_route", "reference")]
+    assert routing(Kernels(gemm_mn="dense")) == [("norm_route", "triton")]
+    named = Kernels(gemm_mn="dense", norm_route="reference", route_kv="reference")
+    assert routing(named) == [("route_kv", "reference"), ("norm_route", "reference")]
+
+
+@pytest.fixture
+def route_kv_calls(monkeypatch):
+    """The implementation of every `route_kv` of a forward pass that is traced."""
+    found = []
+    original = pruned.route_kv
+
+    def spy(*arguments, **options):
+        found.append(options["implementation"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(pruned, "route_kv", spy)
+    return found
+
+
+def _steps(model, tokens):
+    """Logits of a prefill and of one step after it, the step's masks, and the cache."""
+    cache = KVCache.empty(model.config, tokens.shape[0], 11, jnp.float32)  # no other test's size
+    found = []
+    for ids, start in ((tokens[:, :5], 0), (tokens[:, 5:6], 5)):
+        positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1]), ids.shape)
+        batch = TokenBatch(ids, positions, jnp.ones_like(ids))
+        logits, output = forward(model, batch, Argmax(), cache)
+        cache = output.cache
+        found.append(logits)
+    return found, output.masks, cache
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_step_of_one_token_routes_with_keys_and_values(name, route_kv_calls):
+    plain, fast = pair(**VARIANTS[name])
+    layers = fast.config.num_hidden_layers
+    tokens = jax.random.randint(jax.random.key(5), (1, 6), 0, 61)
+    wanted, expected, cache = _steps(plain, tokens)
+    got, masks, ours = _steps(fast, tokens)
+    assert route_kv_calls == [None] * layers  # the step's, not the prefill's
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    same(masks, expected)
+    for mine, theirs in zip(ours.layers, cache.layers, strict=True):
+        np.testing.assert_allclose(mine.keys, theirs.keys, atol=1e-5)
+        np.testing.assert_allclose(mine.values, theirs.values, atol=1e-5)
+        assert mine.counter.tolist() == [0]
+    route_kv_calls.clear()
+    _steps(fast, jnp.concatenate([tokens, tokens]))  # two rows: the kernels of few tokens
+    use_kernels(fast, Kernels(norm_route="reference"))
+    _steps(fast, tokens)
+    assert route_kv_calls == []
+    use_kernels(fast, Kernels(norm_route="reference", route_kv="triton"))
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="route_kv: the triton implementation needs"):
+            _steps(fast, tokens)
+
+
+def test_a_step_of_given_masks_pays_for_routing_with_keys_and_values(route_kv_calls):
+    """As `wide bench e2e` times it; and the kernel itself, in its interpreter."""
+    _, fast = pair()
+    layers = fast.config.num_hidden_layers
+    tokens = jax.random.randint(jax.random.key(6), (1, 1), 0, 61)
+    batch = TokenBatch(tokens, jnp.zeros((1, 1), jnp.int32), jnp.ones_like(tokens))
+    cache = KVCache.empty(fast.config, 1, 7, jnp.float32)
+    wide = fast.wide
+    masks = Masks(
+        tuple(jnp.arange(wide.attn_groups(fast.config))[None, None] == i for i in range(layers)),
+        tuple(jnp.arange(wide.ffn_groups(fast.config))[None, None] != i for i in range(layers)),
+    )
+    _, wanted = forward(fast, batch, Forced(masks), cache)
+    assert route_kv_calls == []
+    use_kernels(fast, Kernels(route_kv="triton"))
+    with running("triton"):
+        _, got = forward(fast, batch, Forced(masks, ask_routers=True), cache)
+    assert route_kv_calls == ["triton"] * layers
+    np.testing.assert_allclose(got.hidden, wanted.hidden, atol=1e-5)
+    same(got.masks, wanted.masks)
+    for mine, theirs in zip(got.cache.layers, wanted.cache.layers, strict=True):
+        np.testing.assert_allclose(mine.keys, theirs.keys, atol=1e-6)
+        assert mine.counter.tolist() == [0]
 
 
 def test_plan_of_what_runs_in_plain_jax():
