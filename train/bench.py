@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from train.config import TrainConfig
 from train.data import HostBatch, on_mesh
 from train.flops import peak_flops, step_flops_per_token
+from train.hyperparameters import hyperparameters
 from train.loop import TrainState
 from train.parts import Params, take_apart
 from train.step import init_optimizer, make_optimizer, make_step, optimizer_shardings
@@ -131,11 +132,12 @@ def prepare(
         step = make_step(parts, model, config, trainable, opt_state)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def run(trainable, opt_state, frozen, ids, positions, segments, number, key):
-            batch = TokenBatch(ids, positions, segments)
-            return step(trainable, opt_state, frozen, batch, number, key)
+        def run(trainable, opt_state, frozen, ids, positions, segments, number, key, numbers):
+            batch, hyper = TokenBatch(ids, positions, segments), settings_tree.unflatten(numbers)
+            return step(trainable, opt_state, frozen, batch, number, key, hyper)
 
-        # Tokens, number and key are real: they are small.
+        settings_tree = jax.tree.structure(hyperparameters(config))
+        # The other inputs are real: they are small.
         inputs = _inputs(model, config, mesh, 0)
         compiled = run.lower(trainable, opt_state, frozen, *inputs).compile()
     return PreparedStage(
@@ -286,14 +288,12 @@ def _draw(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
     return random_weight(name, like.shape, like.dtype, key, sharding=like.sharding)
 
 
-def _inputs(
-    model: ModelConfig, config: TrainConfig, mesh: Mesh, update: int
-) -> tuple[jax.Array, ...]:
-    """An update's random tokens with positions and segments, its number and the noise key."""
+def _inputs(model: ModelConfig, config: TrainConfig, mesh: Mesh, update: int) -> tuple[Any, ...]:
+    """An update's random tokens with positions and segments, its number, noise key and settings."""
     shape = (config.sequences_per_update, config.sequence_length)
     ids = np.random.default_rng(update).integers(0, model.vocab_size, shape)
     batch = on_mesh(HostBatch.of(ids, np.ones(shape, np.int32)), mesh)
-    number, key = jax.device_put(
-        (np.int32(update), jax.random.key(config.seed)), NamedSharding(mesh, PARTITION.scalar)
-    )
-    return batch.input_ids, batch.positions, batch.segment_ids, number, key
+    numbers = jax.tree.leaves(hyperparameters(config))
+    scalars = np.int32(update), jax.random.key(config.seed), numbers
+    scalars = jax.device_put(scalars, NamedSharding(mesh, PARTITION.scalar))
+    return batch.input_ids, batch.positions, batch.segment_ids, *scalars

@@ -7,7 +7,8 @@ Rates come from `wide_jax.accounting`, which is differentiable: with training's 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from train.config import TrainConfig
+from train.config import Budget, TrainConfig
+from train.hyperparameters import Targets
 from wide_jax.accounting import Fractions, Usage, fractions, usage
 from wide_jax.config import ModelConfig
 from wide_jax.routing import MODULES, Masks, Module
@@ -36,19 +37,11 @@ def masks_usage(
     return usage(masks, real, jnp.full(real.shape, visible_keys(config), jnp.float32), model)
 
 
-def targets(config: TrainConfig) -> dict[Module, float]:
-    """Each module's own target (budget `separate`)."""
-    attention, ffn = config.attention_sparsity, config.ffn_sparsity
-    return {
-        "attention": config.sparsity if attention is None else attention,
-        "ffn": config.sparsity if ffn is None else ffn,
-    }
-
-
 def budget_term(
     used: Usage,
     model: ModelConfig,
-    config: TrainConfig,
+    budget: Budget,
+    targets: Targets,
     *,
     element_bytes: int,
     routed: tuple[Module, ...] = MODULES,
@@ -65,28 +58,23 @@ def budget_term(
     Args:
         used: sums over all real tokens of the micro-batch, on all devices together.
         model: the architecture.
-        config: budget and targets.
+        budget: what is compared.
+        targets: with what.
         element_bytes: size of a weight and of a cached key or value element.
         routed: modules that have a router; the others never skip and count in no mean.
     """
     rates = fractions(used, model, weight_bytes=element_bytes, kv_bytes=element_bytes)
-    term = jnp.abs(_measure(rates, config, routed))
-    if config.budget == "separate":
-        goals = targets(config)
-        gaps = [jnp.abs(goals[m] - _rate(rates, m)) for m in routed]
-        term = jnp.mean(jnp.stack(gaps))
-    return jnp.where(used.tokens > 0, term, 0.0)
-
-
-def _measure(rates: Fractions, config: TrainConfig, routed: tuple[Module, ...]) -> Float[Array, ""]:
-    match config.budget:
+    match budget:
         case "flops":
-            value = rates.flops
+            gaps = [targets.sparsity - jnp.asarray(rates.flops)]
         case "bytes":
-            value = rates.bytes
-        case _:
-            value = jnp.mean(jnp.stack([_rate(rates, m) for m in routed]))
-    return config.sparsity - jnp.asarray(value)
+            gaps = [targets.sparsity - jnp.asarray(rates.bytes)]
+        case "paper":
+            gaps = [targets.sparsity - jnp.mean(jnp.stack([_rate(rates, m) for m in routed]))]
+        case "separate":
+            gaps = [targets.modules[m] - _rate(rates, m) for m in routed]
+    term = jnp.mean(jnp.abs(jnp.stack(gaps)))
+    return jnp.where(used.tokens > 0, term, 0.0)
 
 
 def _rate(rates: Fractions, module: Module) -> Float[Array, ""]:

@@ -112,6 +112,15 @@ class TrainConfig:
         return MODULES if self.target == "all" else (self.target,)
 
     @property
+    def module_targets(self) -> dict[Module, float]:
+        """Each module's own target (budget `separate`)."""
+        attention, ffn = self.attention_sparsity, self.ffn_sparsity
+        return {
+            "attention": self.sparsity if attention is None else attention,
+            "ffn": self.sparsity if ffn is None else ffn,
+        }
+
+    @property
     def causal(self) -> Causal | None:
         """What `WideForCausalLM.__call__` takes for `attention`."""
         return None if self.attention == "mask" else self.attention

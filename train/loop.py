@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from train.config import TrainConfig
 from train.data import Batches, PackedWindows, on_mesh
+from train.hyperparameters import hyperparameters
 from train.parts import Params, place, put_back, take_apart
 from train.records import UpdateRecord, check_finite, to_record
 from train.step import Step, StepMetrics, init_optimizer, make_step
@@ -54,12 +55,12 @@ def run_updates(
     `report` gets each update's metrics after the next one is under way, so fetching them never
     leaves the device idle. `state`'s arrays are donated: only the returned state is alive.
     """
-    key = jax.random.key(config.seed)
+    key, hyper = jax.random.key(config.seed), hyperparameters(config)
     pending: StepMetrics | None = None
     for update in range(state.update, config.updates):
         batch = on_mesh(batches.batch(update), mesh, count=config.sequences_per_update)
         trainable, opt_state, metrics = step(
-            state.trainable, state.opt_state, frozen, batch, np.int32(update), key
+            state.trainable, state.opt_state, frozen, batch, np.int32(update), key, hyper
         )
         state = TrainState(trainable, opt_state, update + 1)
         if pending is not None:

@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from train import metrics
-from train.budget import targets
 from train.checkpoint import CheckpointMismatchError, Checkpoints
 from train.corpus import Recipe, TokenCache, token_cache
 from train.data import PackedRows, PaddedRows, Rows, ShuffledBatches, local_rows
@@ -545,7 +544,7 @@ def _save(
 
 def _targets(config: CalibrateConfig) -> dict[str, float]:
     """What each routed module aims at, as it is written beside the routers."""
-    return {module: targets(config)[module] for module in config.routed}
+    return {module: config.module_targets[module] for module in config.routed}
 
 
 def _without_lora(model: WideForCausalLM) -> WideForCausalLM:

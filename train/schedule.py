@@ -3,15 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from train.config import TrainConfig
+from train.hyperparameters import Hyperparameters, Number
 
 
 def learning_rate(
     update: Int[Array, ""] | int,
     *,
-    peak: float,
-    warmup_updates: int,
-    updates: int,
+    peak: Number | float,
+    warmup_updates: Number | int,
+    updates: Number | int,
 ) -> Float[Array, ""]:
     """Linear warm-up from 0 to `peak`, then a cosine that reaches 0 at `updates`.
 
@@ -22,30 +22,34 @@ def learning_rate(
     update, number `updates - 1`, still has a small rate; 0 is reached after it.
     """
     n = jnp.asarray(update, jnp.float32)
-    rising = n / max(warmup_updates, 1)
-    progress = (n - warmup_updates) / max(updates - warmup_updates, 1)
+    rising = n / jnp.maximum(warmup_updates, 1)
+    progress = (n - warmup_updates) / jnp.maximum(updates - warmup_updates, 1)
     falling = 0.5 * (1.0 + jnp.cos(jnp.pi * jnp.clip(progress, 0.0, 1.0)))
-    return jnp.float32(peak) * jnp.where(n < warmup_updates, rising, falling)
+    return peak * jnp.where(n < warmup_updates, rising, falling)
 
 
 def temperature(
-    update: Int[Array, ""] | int, *, start: float, end: float, updates: int
+    update: Int[Array, ""] | int,
+    *,
+    start: Number | float,
+    end: Number | float,
+    updates: Number | int,
 ) -> Float[Array, ""]:
     """Linear from `start` at update 0 to `end` at the last update, number `updates - 1`."""
-    progress = jnp.asarray(update, jnp.float32) / max(updates - 1, 1)
-    return jnp.float32(start) + progress * jnp.float32(end - start)
+    progress = jnp.asarray(update, jnp.float32) / jnp.maximum(updates - 1, 1)
+    return start + progress * (end - start)
 
 
-def rate_of(config: TrainConfig, update: Int[Array, ""] | int) -> Float[Array, ""]:
-    """`learning_rate` with a run's settings."""
+def rate_of(hyper: Hyperparameters, update: Int[Array, ""] | int) -> Float[Array, ""]:
+    """`learning_rate` of a run."""
     return learning_rate(
         update,
-        peak=config.learning_rate,
-        warmup_updates=config.warmup_updates,
-        updates=config.updates,
+        peak=hyper.learning_rate,
+        warmup_updates=hyper.warmup_updates,
+        updates=hyper.updates,
     )
 
 
-def temperature_of(config: TrainConfig, update: Int[Array, ""] | int) -> Float[Array, ""]:
-    """`temperature` with a run's settings."""
-    return temperature(update, start=config.tau_start, end=config.tau_end, updates=config.updates)
+def temperature_of(hyper: Hyperparameters, update: Int[Array, ""] | int) -> Float[Array, ""]:
+    """`temperature` of a run."""
+    return temperature(update, start=hyper.tau_start, end=hyper.tau_end, updates=hyper.updates)

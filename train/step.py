@@ -1,9 +1,10 @@
 """One optimizer update as a pure function of arrays.
 
-`(trainable, opt_state, frozen, batch, update, key) -> (trainable, opt_state, metrics)`, jitted
-once for the whole run, with the first two donated. Everything that changes from update to update
-(learning rate, temperature, noise) is computed inside from the update's number, so a resumed run
-needs no other state.
+`(trainable, opt_state, frozen, batch, update, key, hyper) -> (trainable, opt_state, metrics)`,
+jitted once for the whole run, with the first two donated. Everything that changes from update to
+update (learning rate, temperature, noise) is computed inside from the update's number, so a resumed
+run needs no other state. Targets and schedules are inputs (`train.hyperparameters`): runs that
+differ only in them share one compiled program.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from train.budget import budget_term, masks_usage
 from train.config import TrainConfig
+from train.hyperparameters import Hyperparameters
 from train.loss import distillation_loss, next_token_loss, scored_targets
 from train.parts import ModelParts, Params
 from train.schedule import rate_of, temperature_of
@@ -49,7 +51,15 @@ class StepMetrics:
 
 
 Step = Callable[
-    [Params, optax.OptState, Params, TokenBatch, Int[Array, ""] | np.int32, Key[Array, ""]],
+    [
+        Params,
+        optax.OptState,
+        Params,
+        TokenBatch,
+        Int[Array, ""] | np.int32,
+        Key[Array, ""],
+        Hyperparameters,
+    ],
     tuple[Params, optax.OptState, StepMetrics],
 ]
 
@@ -107,13 +117,14 @@ def make_step(
 
     optimizer = make_optimizer(config)
 
-    def step(trainable, opt_state, frozen, batch, update, key):
+    def step(trainable, opt_state, frozen, batch, update, key, hyper):
         gradient, metrics = accumulate_gradient(
             trainable,
             frozen,
             batch,
             update,
             key,
+            hyper,
             parts=parts,
             model=model,
             config=config,
@@ -134,6 +145,7 @@ def accumulate_gradient(
     batch: TokenBatch,
     update: Int[Array, ""],
     key: Key[Array, ""],
+    hyper: Hyperparameters,
     *,
     parts: ModelParts,
     model: ModelConfig,
@@ -153,12 +165,13 @@ def accumulate_gradient(
             so that every device keeps its rows.
         update: the update's number, from 0.
         key: the run's noise key; the update's and the micro-batch's numbers are folded in.
+        hyper: targets, weights of the loss, schedules.
         parts: structure of the model.
         model: its architecture.
-        config: the run.
+        config: the run; of what `hyper` holds nothing is read from it.
         teacher: structure of the dense base, for distillation.
     """
-    tau = temperature_of(config, update)
+    tau = temperature_of(hyper, update)
     noise_key = jax.random.fold_in(key, update)
     targets = jnp.maximum(scored_targets(batch).sum(dtype=jnp.int32), 1)
     micro_batches = _split_rows(batch, config.accumulation)
@@ -180,8 +193,15 @@ def accumulate_gradient(
         sampled = masks_usage(out.masks, rows.real, model, config)
         hard = masks_usage(out.argmax, rows.real, model, config)
         bytes_each = out.hidden.dtype.itemsize
-        term = budget_term(sampled, model, config, element_bytes=bytes_each, routed=config.routed)
-        value = config.distill_weight * kl / targets + config.alpha * term / with_tokens
+        term = budget_term(
+            sampled,
+            model,
+            config.budget,
+            hyper.targets,
+            element_bytes=bytes_each,
+            routed=config.routed,
+        )
+        value = hyper.distill_weight * kl / targets + hyper.alpha * term / with_tokens
         if config.distill != "only":
             value = value + lm.total / targets
         return value, (lm, kl, term, sampled, hard)
@@ -203,7 +223,7 @@ def accumulate_gradient(
         sampled=sampled,
         hard=hard,
         temperature=tau,
-        learning_rate=rate_of(config, update),
+        learning_rate=rate_of(hyper, update),
         gradient_norm=optax.tree.norm(gradient),
     )
 

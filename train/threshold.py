@@ -10,7 +10,6 @@ the plain argmax, and the files keep their format.
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from train.budget import targets
 from train.config import TrainConfig
 from train.data import Rows
 from train.parts import Params
@@ -97,7 +96,9 @@ def absorb_thresholds(model: WideForCausalLM) -> dict[Module, float]:
 
 def _goals(config: TrainConfig) -> tuple[Goal, ...]:
     if config.budget == "separate":
-        return tuple(Goal((module,), module, targets(config)[module]) for module in config.routed)
+        return tuple(
+            Goal((module,), module, config.module_targets[module]) for module in config.routed
+        )
     figure: str = config.budget
     if figure == "paper" and len(config.routed) == 1:
         figure = config.routed[0]  # a module without a router counts in no mean

@@ -7,6 +7,7 @@ import pytest
 
 from tests.train.tiny import tiny_config, tiny_model
 from train.budget import budget_term, masks_usage, visible_keys
+from train.hyperparameters import hyperparameters
 from wide_jax.accounting import account
 from wide_jax.routing import Masks
 
@@ -23,10 +24,15 @@ def masks_of(attention, ffn):
     return Masks((attention, attention), (ffn, ffn))
 
 
+def priced(used, config):
+    goals = hyperparameters(config).targets
+    return budget_term(used, MODEL.config, config.budget, goals, element_bytes=4)
+
+
 def term(masks, real, **config):
     config = tiny_config(**config)
     used = masks_usage(masks, jnp.asarray(real, bool), MODEL.config, config)
-    return budget_term(used, MODEL.config, config, element_bytes=4)
+    return priced(used, config)
 
 
 def test_case_C1_padding_never_counts():
@@ -55,7 +61,7 @@ def test_priced_budgets_agree_with_the_report(budget):
     config = tiny_config(budget=budget, sparsity=0.0, budget_context=32)
     used = masks_usage(masks, real, MODEL.config, config)
     report = account(used, MODEL.config, MODEL.wide, weight_bytes=4, kv_bytes=4)
-    value = float(budget_term(used, MODEL.config, config, element_bytes=4))
+    value = float(priced(used, config))
     assert value == pytest.approx(getattr(report, budget), rel=1e-6)
     assert value not in (pytest.approx(0.25), pytest.approx(0.5), pytest.approx(0.75))
 
@@ -69,7 +75,7 @@ def test_flops_of_a_prefill_by_hand():
     share = 4 * attention_group / (4 * attention_group + 8 * ffn_group)
     off, on = np.zeros((1, 3)), np.ones((1, 3))
     used = masks_usage(masks_of(off, on), jnp.ones((1, 3), bool), MODEL.config, config)
-    value = budget_term(used, MODEL.config, config, element_bytes=4)
+    value = priced(used, config)
     assert float(value) == pytest.approx(share, rel=1e-6)
 
 

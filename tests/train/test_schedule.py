@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.train.tiny import tiny_config, tiny_model, tiny_tokens
+from train.hyperparameters import hyperparameters
 from train.loop import calibrate
 from train.schedule import learning_rate, rate_of, temperature
 
@@ -41,7 +42,7 @@ def test_case_C3_accumulation_does_not_speed_the_schedule_up():
     history = calibrate(tiny_model(), tiny_tokens(), config).history
     assert [r.update for r in history] == list(range(6))
     assert [r.learning_rate for r in history] == pytest.approx(
-        [float(rate_of(config, n)) for n in range(6)]
+        [float(rate_of(hyperparameters(config), n)) for n in range(6)]
     )
     assert history[3].learning_rate == pytest.approx(config.learning_rate)
 

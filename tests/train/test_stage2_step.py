@@ -10,6 +10,7 @@ from flax import nnx
 
 from tests.train.tiny import assert_params_close, ragged_batch, tiny_config, tiny_model
 from train.data import HostBatch, on_mesh
+from train.hyperparameters import hyperparameters
 from train.loss import distillation_loss, scored_targets
 from train.parts import place, take_apart
 from train.step import accumulate_gradient, init_optimizer, make_step
@@ -51,6 +52,7 @@ def gradient_of(config, *, dropout=0.1, trained=(LoRAParam, RouterParam), update
             on_mesh(host, mesh),
             np.int32(update),
             jax.random.key(0),
+            hyperparameters(config),
         )
 
 
@@ -146,7 +148,7 @@ def test_the_teacher_is_the_dense_base_without_lora():
     teacher, _, _ = take_apart(dense, RouterParam)
     config = tiny_config(distill="beside", freeze_routers=True)
     _, seen = accumulate_gradient(
-        trainable, frozen, batch, jnp.int32(0), jax.random.key(0),
+        trainable, frozen, batch, jnp.int32(0), jax.random.key(0), hyperparameters(config),
         parts=parts, model=model.config, config=config, teacher=teacher,
     )  # fmt: skip
     assert float(seen.kl) == pytest.approx(0.0, abs=1e-5)
@@ -161,7 +163,13 @@ def test_case_C5_trained_leaves_and_moments_are_float32_in_a_bf16_model():
         step = make_step(parts, model.config, config, trainable, opt_state)
         before = {name: np.asarray(value) for name, value in trainable.items()}
         trainable, opt_state, metrics = step(
-            trainable, opt_state, frozen, ragged_batch(), np.int32(1), jax.random.key(0)
+            trainable,
+            opt_state,
+            frozen,
+            ragged_batch(),
+            np.int32(1),
+            jax.random.key(0),
+            hyperparameters(config),
         )
     leaves = [*trainable.values(), *(x for x in jax.tree.leaves(opt_state) if x.ndim)]
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}

@@ -16,6 +16,7 @@ from tests.train.tiny import (
     tiny_tokens,
 )
 from train.data import HostBatch, on_mesh
+from train.hyperparameters import hyperparameters
 from train.loop import calibrate
 from train.parts import place, take_apart
 from train.run_config import CalibrateConfig
@@ -47,6 +48,7 @@ def gradient_of(batch, config, *, mesh=None, model=None, update=3, trained=Route
             on_mesh(host, mesh),
             np.int32(update),
             jax.random.key(0),
+            hyperparameters(config),
         )
 
 
@@ -78,7 +80,7 @@ def test_no_gradient_or_moment_of_the_base_exists():
 
     def run(trainable):
         return accumulate_gradient(
-            trainable, frozen, batch, jnp.int32(3), jax.random.key(0),
+            trainable, frozen, batch, jnp.int32(3), jax.random.key(0), hyperparameters(config),
             parts=parts, model=model.config, config=config,
         )  # fmt: skip
 
@@ -131,7 +133,9 @@ def test_clip_norm_is_over_trained_leaves_only_and_the_update_is_adamw():
         opt_state = init_optimizer(config, start, mesh)
         step = make_step(parts, model.config, config, start, opt_state)
         batch = ragged_batch()
-        actual, _, _ = step(start, opt_state, frozen, batch, np.int32(3), jax.random.key(0))
+        actual, _, _ = step(
+            start, opt_state, frozen, batch, np.int32(3), jax.random.key(0), hyperparameters(config)
+        )
     assert_params_close(actual, expected, rtol=1e-5, atol=1e-8)
 
 
@@ -275,7 +279,7 @@ def test_the_step_compiles_once():
             )
             trainable, opt_state, _ = step(
                 trainable, opt_state, frozen, on_mesh(batch, mesh), np.int32(update),
-                jax.random.key(update),
+                jax.random.key(update), hyperparameters(config),
             )  # fmt: skip
         assert step._cache_size() == 1
 
@@ -287,7 +291,10 @@ def test_trainables_and_moments_are_donated():
     with jax.set_mesh(mesh):
         opt_state = init_optimizer(config, trainable, mesh)
         step = make_step(parts, model.config, config, trainable, opt_state)
-        step(trainable, opt_state, frozen, ragged_batch(), np.int32(0), jax.random.key(0))
+        step(
+            trainable, opt_state, frozen, ragged_batch(), np.int32(0), jax.random.key(0),
+            hyperparameters(config),
+        )  # fmt: skip
     assert all(value.is_deleted() for value in trainable.values())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(opt_state) if leaf.ndim)
     assert not any(value.is_deleted() for value in frozen.values())
