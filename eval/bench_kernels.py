@@ -17,16 +17,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import pallas_kernels
+from eval import kernels_beside as beside
 from eval import records
-from eval.kernel_cases import Case, Family, MaskKind, ProductCase, families, make_mask
-from eval.kernel_cases.attention import AttentionBench
+from eval.kernel_cases import Case, Family, MaskKind, ProductCase, families
+from eval.kernel_cases.attention import AttentionBench, AttentionCase
 from eval.kernel_timing import Compiled, Timing, compile_all, time_interleaved
 from pallas_kernels import dispatch
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.problem import AnyImplementation
 from pallas_kernels._common.testing import relative_error
-from pallas_kernels.layout.api import LayoutImplementation, order_k_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +64,18 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
         if config.json is not None:
             records.append_record(config.json, record)
 
-    keep(copy_record(config.rounds))
+    keep(beside.copy_record(config.rounds))
     found = families(config.ops).values()
     todo = [(family, case) for family in found for case in family.bench_cases(config)]
     layouts = any(isinstance(case, ProductCase) for _, case in todo)
     for groups in (8, 112, 224, 448) if layouts else ():
-        for row in layout_records(max(config.tokens), groups, config.rounds):
+        for row in beside.layout_records(max(config.tokens), groups, config.rounds):
             keep(row)
-        keep(k_layout_record(max(config.tokens), groups, config.rounds))
+        keep(beside.k_layout_record(max(config.tokens), groups, config.rounds))
+    attention = any(isinstance(case, AttentionCase) for _, case in todo)
+    for tokens in (1, *config.attention.prefill_tokens) if attention else ():
+        for row in beside.rope_records(config.model, tokens, config.rounds):
+            keep(row)
     with Progress(console=console) as progress:
         task = progress.add_task("kernels", total=len(todo))
         for _, alike in itertools.groupby(todo, lambda one: (one[0].case, one[1].batch)):
@@ -89,92 +92,6 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
         for path in write_plots(rows, config.plots) if op_names(rows) else ():
             console.print(f"wrote {path}")
     return rows
-
-
-def copy_record(rounds: int) -> dict[str, Any]:
-    """The device's copy bandwidth, the ceiling of everything bound by memory."""
-    nbytes = 256 << 20
-    sources = [jnp.full(nbytes // 4, i, jnp.float32) for i in range(4)]
-    compiled, failed = compile_all({"copy": (jnp.copy, (sources[0],))})
-    if failed:
-        raise failed["copy"]
-    timing = time_interleaved({"copy": (compiled["copy"], [(s,) for s in sources])}, rounds)["copy"]
-    return {
-        "op": "copy",
-        "case": "copy",
-        "shape": {"bytes": nbytes},
-        "dtype": "float32",
-        "sparsity": 0.0,
-        "mask": "none",
-        "implementation": "xla",
-        "ms": timing.ms,
-        "samples_ms": timing.samples_ms,
-        "bytes": 2 * nbytes,
-        "flops": 0,
-    }
-
-
-def k_layout_record(m: int, groups: int, rounds: int) -> dict[str, Any]:
-    """Time of the K-axis part of a layout, which `gemm_k` needs, as it is made by default."""
-    mask = make_mask("random", m, groups, 0.5)
-    count = mask.sum(axis=0, dtype=jnp.int32)
-
-    def order(mask, count):
-        found = order_k_axis(mask, count)
-        return found.rows, found.tiles
-
-    compiled, failed = compile_all({"order": (order, (mask, count))})
-    if failed:
-        raise failed["order"]
-    timing = time_interleaved({"order": (compiled["order"], [(mask, count)])}, rounds)["order"]
-    return {
-        "op": "mask_layout",
-        "case": "layout_k_axis",
-        "shape": {"m": m, "groups": groups},
-        "dtype": "bool",
-        "sparsity": 0.5,
-        "mask": "random",
-        "implementation": pallas_kernels.layout.api.default_layout_implementation(m),
-        "dispatched": True,
-        "ms": timing.ms,
-        "samples_ms": timing.samples_ms,
-        "bytes": mask.size,
-        "flops": 0,
-    }
-
-
-def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Time of `mask_layout` by every implementation that runs here."""
-    mask = make_mask("random", m, groups, 0.5)
-    functions: dict[str, Any] = {}
-    names: tuple[LayoutImplementation, ...] = ("xla", "pallas", "triton")
-    for name in names:
-
-        def order(mask, name: LayoutImplementation = name):
-            layout = pallas_kernels.mask_layout(mask, implementation=name)
-            return layout.order, layout.count
-
-        functions[name] = (order, (mask,))
-    compiled, failed = compile_all(functions)
-    if failed:
-        raise next(iter(failed.values()))
-    timings = time_interleaved({n: (c, [(mask,)]) for n, c in compiled.items()}, rounds)
-    chosen = pallas_kernels.layout.api.default_layout_implementation(m)
-    for name, timing in timings.items():
-        yield {
-            "op": "mask_layout",
-            "case": "layout",
-            "shape": {"m": m, "groups": groups},
-            "dtype": "bool",
-            "sparsity": 0.5,
-            "mask": "random",
-            "implementation": name,
-            "dispatched": name == chosen,
-            "ms": timing.ms,
-            "samples_ms": timing.samples_ms,
-            "bytes": mask.size * 5,
-            "flops": 0,
-        }
 
 
 @dataclasses.dataclass(frozen=True)

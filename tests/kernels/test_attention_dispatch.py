@@ -8,6 +8,7 @@ import pytest
 
 import eval.bench_kernels
 import eval.kernel_cases.attention
+import eval.kernels_beside
 import eval.tune_kernels
 from eval.bench_kernels import BenchConfig
 from eval.kernel_cases import families
@@ -149,6 +150,7 @@ def fake_gpu(monkeypatch):
 
     for module in (eval.bench_kernels, eval.tune_kernels):
         monkeypatch.setattr(module, "current_device", lambda: A100)
+    for module in (eval.bench_kernels, eval.kernels_beside, eval.tune_kernels):
         monkeypatch.setattr(module, "time_interleaved", clock)
     monkeypatch.setattr("pallas_kernels.dispatch.current_device", lambda: A100)
     monkeypatch.setattr(AttentionCase, "pruned", pruned)
@@ -168,7 +170,7 @@ SIZES = dict(prefill_tokens=(40,), decode=((3, 64),), decode_groups=(2,))
 
 
 def test_the_benchmark_writes_complete_records(fake_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(eval.bench_kernels, "copy_record", _no_copy)
+    monkeypatch.setattr(eval.kernels_beside, "copy_record", _no_copy)
     config = BenchConfig(
         json=tmp_path / "kernels.jsonl",
         plots=tmp_path / "plots",
@@ -181,8 +183,12 @@ def test_the_benchmark_writes_complete_records(fake_gpu, tmp_path, monkeypatch):
     )
     rows = eval.bench_kernels.main(config)
     assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == len(rows)
-    assert {row["op"] for row in rows} == {"copy", *OPS}
-    assert eval.bench_kernels.table(rows).row_count == 5  # what dispatch runs, and the copy
+    assert {row["op"] for row in rows} == {"copy", "rope_cache", *OPS}
+    assert eval.bench_kernels.table(rows).row_count == 7  # what dispatch runs, and the copy
+    rotations = [row for row in rows if row["op"] == "rope_cache"]
+    assert [(row["shape"]["t"], row["implementation"]) for row in rotations] == [
+        (tokens, name) for tokens in (1, 40) for name in ("reference", "triton")
+    ]
     assert not config.plots.exists()  # they are of products
     for op, form in zip(OPS, ("flash", "decode"), strict=True):
         of_op = [row for row in rows if row["op"] == op]

@@ -6,6 +6,7 @@ import json
 import pytest
 
 import eval.bench_kernels
+import eval.kernels_beside
 import eval.tune_kernels
 from eval import records
 from eval.bench_kernels import BenchConfig
@@ -31,6 +32,7 @@ def fake_gpu(monkeypatch):
 
     for module in (eval.bench_kernels, eval.tune_kernels):
         monkeypatch.setattr(module, "current_device", lambda: H200)
+    for module in (eval.bench_kernels, eval.kernels_beside, eval.tune_kernels):
         monkeypatch.setattr(module, "time_interleaved", clock)
     # The kernels' choices: without the persistent form, which has no interpreter.
     monkeypatch.setattr("pallas_kernels.dispatch.current_device", lambda: A100)
