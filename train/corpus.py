@@ -62,19 +62,13 @@ def documents(recipe: Recipe) -> Iterator[str]:
     """
     import datasets
 
-    first = recipe.data[0]
-    if _is_hub_id(first):
-        if len(recipe.data) > 1:
-            raise ValueError(f"one hub id at a time, got {recipe.data}")
-        name, _, configuration = first.partition(":")
+    kind = kind_of(recipe.data)
+    if kind is None:
+        name, _, configuration = recipe.data[0].partition(":")
         stream = datasets.load_dataset(
             name, configuration or None, split=recipe.split, streaming=True
         )
     else:
-        kinds = {_builder(path) for path in recipe.data}
-        if len(kinds) > 1:
-            raise ValueError(f"data files of several kinds {sorted(kinds)}: give one kind a run")
-        (kind,) = kinds
         options: dict[str, Any] = {"sample_by": "paragraph"} if kind == "text" else {}
         files = [str(Path(path).absolute()) for path in recipe.data]
         stream = datasets.load_dataset(
@@ -88,6 +82,23 @@ def documents(recipe: Recipe) -> Iterator[str]:
                 f"its fields are {sorted(row)}: set text_field"
             )
         yield text
+
+
+def kind_of(data: Sequence[str]) -> str | None:
+    """The builder of `datasets` that reads these files; None for a hub id.
+
+    Raises:
+        FileNotFoundError: a local file that is not there.
+        ValueError: files of several kinds, an unknown kind, or a hub id beside something else.
+    """
+    if any(map(_is_hub_id, data)):
+        if len(data) > 1:
+            raise ValueError(f"one hub id at a time, got {data}")
+        return None
+    kinds = {_builder(path) for path in data}
+    if len(kinds) > 1:
+        raise ValueError(f"data files of several kinds {sorted(kinds)}: give one kind a run")
+    return kinds.pop()
 
 
 def token_cache(

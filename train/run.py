@@ -19,14 +19,22 @@ from jax.sharding import Mesh
 
 from train import metrics
 from train.checkpoint import CheckpointMismatchError, Checkpoints
-from train.corpus import Recipe, TokenCache, token_cache
+from train.corpus import Recipe, TokenCache, kind_of, token_cache
 from train.data import PackedRows, PaddedRows, Rows, ShuffledBatches, local_rows
-from train.evaluate import HeldOut, make_evaluation
+from train.evaluate import HeldOut, make_evaluation, make_skips
 from train.flops import peak_flops, step_flops_per_token
 from train.loop import TrainState, run_updates
 from train.parts import ModelParts, Params, place, take_apart
 from train.records import LossNotFiniteError, UpdateRecord, check_finite, to_record
-from train.run_config import CalibrateConfig, RecoverConfig, differences, dump, load, to_dict
+from train.run_config import (
+    INHERITED,
+    CalibrateConfig,
+    RecoverConfig,
+    differences,
+    dump,
+    load,
+    to_dict,
+)
 from train.step import StepMetrics, init_optimizer, make_step
 from train.threshold import Shift, SpreadRows, absorb_thresholds, meet_target
 from train.variants import is_trained, prepare_routers, wide_config
@@ -39,7 +47,7 @@ from wide_jax.hf.peft import LoRA
 from wide_jax.hf.pretrained import from_pretrained, tensors_of
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.tokenizer import load_tokenizer
-from wide_jax.hf.wide_folder import base_folder, load_wide_info, save_wide_model
+from wide_jax.hf.wide_folder import WideInfo, base_folder, load_wide_info, save_wide_model
 from wide_jax.lora import LoRASettings
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam, RouterParam
@@ -50,10 +58,15 @@ CONFIG = "config.yaml"
 
 @dataclasses.dataclass(frozen=True)
 class RunEvents:
-    """What to call while a run goes on; every one may be left out."""
+    """What to call while a run goes on; every one may be left out.
+
+    `record` is called for every update, `logged` every `log_every` of them with the values of the
+    line in `metrics.jsonl`.
+    """
 
     message: Callable[[str], None] = lambda text: None
     record: Callable[[UpdateRecord, CalibrateConfig], None] = lambda record, config: None
+    logged: Callable[[int, Mapping[str, Any]], None] = lambda update, values: None
     held_out: Callable[[int, HeldOut], None] = lambda update, result: None
     tokenised: Callable[[int, int], None] = lambda documents, tokens: None
 
@@ -117,7 +130,8 @@ def _load_for_calibration(config: CalibrateConfig, mesh: Mesh) -> _Loaded:
     return _Loaded(model, base_folder(folder), (RouterParam,), keep, config)
 
 
-def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
+def _stage_1(config: RecoverConfig) -> Path:
+    """The model folder of the stage 1 that stage 2 goes on from."""
     if config.run is None:
         raise ValueError("name the run folder of stage 1 (--run)")
     if not (config.run / "wide_config.json").exists() and not (config.run / "model").is_dir():
@@ -125,14 +139,40 @@ def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
             f"{config.run} holds no finished stage 1 (no model/ in it): finish it by running "
             "its `wide calibrate` command again"
         )
-    folder = config.run / "model" if (config.run / "model").is_dir() else config.run
+    return config.run / "model" if (config.run / "model").is_dir() else config.run
+
+
+def _inherit(config: RecoverConfig, info: WideInfo) -> RecoverConfig:
+    """The config with what stage 1 decides: what routers there are and which of them train.
+
+    Raises:
+        ValueError: the config asks for something else.
+    """
+    decided: dict[str, Any] = {
+        "method": info.training.get("method", config.method),
+        "target": info.training.get("target", config.target),
+        "attn_group_size": info.wide.attn_group_size,
+        "ffn_group_size": info.wide.ffn_group_size,
+        "router_rank": info.wide.router_rank,
+    }
+    assert set(decided) == set(INHERITED)
+    defaults = RecoverConfig()
+    other = [
+        f"{name}={asked!r}, not {value!r}"
+        for name, value in decided.items()
+        if (asked := getattr(config, name)) not in (value, getattr(defaults, name))
+    ]
+    if other:
+        raise ValueError(f"stage 2 keeps the routers of its stage 1: {'; '.join(other)}")
+    return dataclasses.replace(config, **decided)
+
+
+def _load_for_recovery(config: RecoverConfig, mesh: Mesh) -> _Loaded:
+    folder = _stage_1(config)
     info = load_wide_info(folder)
     if info.lora is not None:
         raise ValueError(f"{folder} has had its stage 2 ({info.lora} LoRA): start from stage 1")
-    # Stage 1 decides what routers there are and which of them train.
-    method = info.training.get("method", config.method)
-    target = info.training.get("target", config.target)
-    config = dataclasses.replace(config, method=method, target=target)
+    config = _inherit(config, info)
     aimed, aims = (info.budget, dict(info.targets)), (config.budget, _targets(config))
     if aimed != aims and not config.freeze_routers and not config.retarget:
         raise ValueError(
@@ -169,16 +209,43 @@ def _read(
     )
 
 
-def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loaded]) -> RunResult:
+def check_start(config: CalibrateConfig) -> bool:
+    """Find now what would stop the run after its weights are read; whether it has begun before.
+
+    Raises:
+        ValueError: no folder, no data, or data of an unknown kind.
+        FileNotFoundError: a data file or a stage 1 that is not there.
+        CheckpointMismatchError: the run folder belongs to another run.
+        FileExistsError: the run folder holds something else.
+    """
     if config.out is None:
         raise ValueError("name the run folder (--out)")
     if not config.data:
         raise ValueError("name the data: files or a hub id (--data)")
+    out = Path(config.out).absolute()
+    begun = _check_folder(out, config)
+    if _is_finished(out):
+        return begun
+    if isinstance(config, RecoverConfig):
+        _stage_1(config)
+        if config.model is not None:
+            raise ValueError("stage 2 takes its model from stage 1: name that with --run alone")
+    for data in (config.data, config.evaluation_data):
+        if data:
+            kind_of(data)
+    return begun
+
+
+def _is_finished(out: Path) -> bool:
+    return (out / "model" / "wide_config.json").exists()
+
+
+def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loaded]) -> RunResult:
+    check_start(config)
     if config.distributed:
         start_processes()
     out = Path(config.out).absolute()
-    _check_folder(out, config)
-    if (out / "model" / "wide_config.json").exists():
+    if _is_finished(out):
         events.message(f"{out} is finished: its model is in {out / 'model'}")
         return RunResult(out / "model", None, None)
     mesh = partition.make_mesh(config.data_parallel, config.fsdp, config.tensor_parallel)
@@ -186,15 +253,16 @@ def _main(config: Any, events: RunEvents, load_model: Callable[[Any, Mesh], _Loa
     if loaded.absorbed:
         values = ", ".join(f"{module} {value:+.3f}" for module, value in loaded.absorbed.items())
         events.message(f"the dialled thresholds ({values}) are taken into the routers' biases")
-    given, config = config, loaded.config
+    config = loaded.config
     tokenizer = load_tokenizer(loaded.folder)
-    rows = _rows(config.data, config, tokenizer, events)
+    rows = _rows(config.data, config.text_field, config, tokenizer, events)
     held_out_rows = None
     if config.evaluation_data:
-        held_out_rows = _rows(config.evaluation_data, config, tokenizer, events)
+        field = config.evaluation_text_field or config.text_field
+        held_out_rows = _rows(config.evaluation_data, field, config, tokenizer, events)
     if jax.process_index() == 0 and not (out / CONFIG).exists():
         out.mkdir(parents=True, exist_ok=True)
-        dump(given, out / CONFIG)
+        dump(config, out / CONFIG)
     with jax.set_mesh(mesh):
         return _train(loaded, rows, held_out_rows, out, mesh, events)
 
@@ -276,7 +344,9 @@ def _train(
         events.record(last, config)
         done = last.update + 1
         if log is not None and (done % config.log_every == 0 or done == config.updates):
-            log.write("train", last.update, metrics.record_values(last) | clock.speed(last.update))
+            values = metrics.record_values(last) | clock.speed(last.update)
+            log.write("train", last.update, values)
+            events.logged(last.update, values)
 
     def evaluate(state: TrainState, kind: str) -> None:
         nonlocal result
@@ -318,9 +388,8 @@ def _train(
             count = -(-config.threshold_rows // config.micro_batch) * config.micro_batch
             sample = SpreadRows(rows, count)
             events.message(f"setting the masks' cut on {count} training rows ...")
-            moved, shift = meet_target(
-                state.trainable, config, lambda x: evaluation(x, frozen, sample, count).skip
-            )
+            skips = make_skips(evaluated, model.config, wide, config, mesh, sample)
+            moved, shift = meet_target(state.trainable, config, lambda x: skips(x, frozen))
             state = dataclasses.replace(state, trainable=moved)
             events.message(shift.line())
             if log is not None:
@@ -343,8 +412,8 @@ def _teacher(model: WideForCausalLM) -> ModelParts:
     return take_apart(dense, RouterParam)[0]
 
 
-def _check_folder(out: Path, config: CalibrateConfig) -> None:
-    """Refuse a folder that is not this run's and not new.
+def _check_folder(out: Path, config: CalibrateConfig) -> bool:
+    """Whether the run has begun in its folder; a folder neither this run's nor new is refused.
 
     Raises:
         CheckpointMismatchError: it is another run's.
@@ -352,22 +421,24 @@ def _check_folder(out: Path, config: CalibrateConfig) -> None:
     """
     if (out / CONFIG).exists():
         stored = to_dict(load(type(config), out / CONFIG))
-        problems = differences(stored, to_dict(config))
+        inherited = INHERITED if isinstance(config, RecoverConfig) else ()
+        problems = differences(stored, to_dict(config), without=inherited)
         if problems:
             raise CheckpointMismatchError(
                 f"{out} holds another run: "
                 + "; ".join(problems)
                 + ". Choose another --out, or the settings of its config.yaml"
             )
-        return
+        return True
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and holds no {CONFIG}: choose another --out")
+    return False
 
 
 def _rows(
-    data: tuple[str, ...], config: CalibrateConfig, tokenizer: Any, events: RunEvents
+    data: tuple[str, ...], field: str, config: CalibrateConfig, tokenizer: Any, events: RunEvents
 ) -> Rows:
-    recipe = Recipe(data, config.split, config.text_field, tokenizer.eos_token_id)
+    recipe = Recipe(data, config.split, field, tokenizer.eos_token_id)
     root = config.cache_dir or cache_dir() / "tokens"
     cache = token_cache(recipe, tokenizer, root, progress=events.tokenised)
     return rows_of(cache, config)

@@ -7,7 +7,7 @@ name such a file, `dump` writes the resolved one into the run folder.
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ class CalibrateConfig(TrainConfig):
     ffn_group_size: int = 128
     """Channels per FFN group."""
     router_rank: int = 32
+    """Outputs of a router's first linear map."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and activations; None: the checkpoint's. Routers are float32 always."""
 
@@ -44,6 +45,8 @@ class CalibrateConfig(TrainConfig):
     """Split of a hub data set."""
     text_field: str = "text"
     """Field of a document's text."""
+    evaluation_text_field: str | None = None
+    """The same in the held-out files; None: `text_field`."""
     packing: Packing = "packed"
     """`packed`: documents end to end. `documents`: the same, without attention across them.
     `padded`: a document a row, long ones in pieces."""
@@ -52,6 +55,7 @@ class CalibrateConfig(TrainConfig):
     evaluation_data: tuple[str, ...] = ()
     """Held-out files for periodic perplexity with hard masks."""
     evaluation_rows: int = 16
+    """Rows of the held-out files that an evaluation scores."""
 
     threshold_rows: int = 64
     """At the end the routers' output biases are moved until argmax masks skip the target on this
@@ -60,9 +64,11 @@ class CalibrateConfig(TrainConfig):
     log_every: int = 10
     """Updates between lines, JSON lines and TensorBoard events."""
     evaluate_every: int = 500
+    """Updates between evaluations on the held-out files."""
     save_every: int = 500
     """Updates between checkpoints: what a kill can lose."""
     keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
     loss_limit: float = 25.0
     """A cross entropy above this many nats stops the run: guessing costs 12 or less."""
     distributed: bool = False
@@ -98,19 +104,27 @@ class RecoverConfig(CalibrateConfig):
     retarget: bool = False
     """Aim at another budget or sparsity than stage 1 did."""
     learning_rate: float = 2e-4
+    """Peak of the schedule."""
     lora_rank: int = 16
+    """Of the adapters of every linear map of attention and FFN."""
     lora_alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
     lora_dropout: float = 0.1
+    """Fraction of an adapter's inputs that training drops."""
     lora_rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank) instead."""
 
 
 # What may differ between a run and its resumption: none of it changes a number.
 FREE = {
     "out", "cache_dir", "log_every", "save_every", "keep_checkpoints", "evaluate_every",
-    "evaluation_data", "evaluation_rows", "loss_limit", "distributed", "remat", "logits_chunk",
-    "attention",
+    "evaluation_data", "evaluation_text_field", "evaluation_rows", "loss_limit", "distributed",
+    "remat", "logits_chunk", "attention",
     "data_parallel", "fsdp", "tensor_parallel",
 }  # fmt: skip
+
+# What stage 2 takes from the stage 1 it goes on from.
+INHERITED = ("method", "target", "attn_group_size", "ffn_group_size", "router_rank")
 
 
 def load[Config: TrainConfig](
@@ -183,12 +197,24 @@ def parse[Config: TrainConfig](kind: type[Config], argv: Sequence[str], *, prog:
             overrides.append(argument)
         else:
             rest.append(argument)
-    return tyro.cli(kind, args=rest, prog=prog, default=load(kind, file, overrides))
+    default = load(kind, file, overrides)
+    return tyro.cli(kind, args=rest, prog=prog, default=default, description=_described(kind))
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _described(kind: type) -> str:
+    """The help's first lines; options of the parser's own are not in the list below them."""
+    return (
+        f"{kind.__doc__}\n\nSettings can also come from a YAML file of them (--config FILE; a "
+        "run's own is its config.yaml) and as key=value (updates=500 data=[a.jsonl,b.jsonl]). "
+        "Options win over key=value, which wins over the file."
+    )
+
+
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], *, without: Collection[str] = ()
+) -> list[str]:
     """Settings that decide a run's numbers and differ, as `name: one, not other`."""
-    names = sorted((set(one) | set(other)) - FREE)
+    names = sorted((set(one) | set(other)) - FREE - set(without))
     return [
         f"{name}: {one.get(name)!r}, not {other.get(name)!r}"
         for name in names

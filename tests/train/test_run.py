@@ -15,8 +15,8 @@ from train import metrics, run
 from train.checkpoint import CheckpointMismatchError, Checkpoints
 from train.loop import TrainState
 from train.records import LossNotFiniteError
-from train.run import RunEvents, calibrate_main, recover_main
-from train.run_config import CalibrateConfig, RecoverConfig
+from train.run import RunEvents, calibrate_main, check_start, recover_main
+from train.run_config import INHERITED, CalibrateConfig, RecoverConfig, dump, load
 from wide_jax import partition
 from wide_jax.batch import TokenBatch
 from wide_jax.hf.peft import read_adapter
@@ -94,17 +94,22 @@ def test_case_C9_a_resumed_run_is_bit_identical(settings, monkeypatch):
     assert one == other
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 2)], ids=["2", "8"])
-def test_case_C9_a_run_goes_on_with_another_number_of_devices(settings, monkeypatch, mesh):
+MESHES = {
+    1: {},
+    2: {"data_parallel": 2},
+    8: {"data_parallel": 2, "fsdp": 2, "tensor_parallel": 2},
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (2, 1), (8, 2)])
+def test_case_C9_a_run_goes_on_with_another_number_of_devices(settings, monkeypatch, before, after):
     calibrate_main(settings(out="whole"))
-    data, fsdp, tensor = mesh
-    spread = settings(data_parallel=data, fsdp=fsdp, tensor_parallel=tensor)
     with pytest.raises(KeyboardInterrupt):
-        calibrate_main(spread, interrupt_after(monkeypatch, 5))
-    calibrate_main(settings())  # on one device
+        calibrate_main(settings(**MESHES[before]), interrupt_after(monkeypatch, 5))
+    calibrate_main(settings(**MESHES[after]))
     one, other = losses(settings(out="whole").out), losses(settings().out)
     np.testing.assert_allclose(
-        [other[n] for n in range(6)], [one[n] for n in range(6)], rtol=1e-5, atol=1e-6
+        [other[n] for n in range(6)], [one[n] for n in range(6)], rtol=1e-6, atol=1e-6
     )
 
 
@@ -270,6 +275,35 @@ def test_stage_2_aims_at_what_stage_1_aimed_at_or_is_asked_to_retarget(settings)
     assert load_wide_info(result.model_folder).targets == {"attention": 0.5, "ffn": 0.5}
 
 
+def test_stage_2_takes_the_routers_of_its_stage_1_as_they_are(settings):
+    calibrate_main(settings(updates=1))
+    more = {"run": settings().out, "updates": 1, "model": None}
+    with pytest.raises(ValueError, match="ffn_group_size=32, not 16"):
+        recover_main(settings(RecoverConfig, "recovered", **more, ffn_group_size=32))
+    with pytest.raises(ValueError, match="with --run alone"):
+        recover_main(settings(RecoverConfig, "recovered", **(more | {"model": "another"})))
+    assert not settings(out="recovered").out.exists()
+    given = {name: getattr(RecoverConfig(), name) for name in INHERITED}
+    config = settings(RecoverConfig, "recovered", **more, **given)
+    recover_main(config)
+    stored = load(RecoverConfig, config.out / "config.yaml")
+    assert (stored.ffn_group_size, stored.attn_group_size, stored.router_rank) == (16, 2, 4)
+    assert recover_main(config).last is None  # the same command again
+
+
+def test_what_can_be_known_before_the_weights_are_read_is_said_before(settings, monkeypatch):
+    monkeypatch.setattr(run, "from_pretrained", None)  # nothing may get that far
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl: no such file"):
+        calibrate_main(settings(data=("nowhere.jsonl",)))
+    with pytest.raises(FileNotFoundError, match=r"held\.jsonl: no such file"):
+        calibrate_main(settings(evaluation_data=("held.jsonl",)))
+    assert not check_start(settings())
+    config = settings()
+    config.out.mkdir()
+    dump(config, config.out / "config.yaml")
+    assert check_start(config)
+
+
 def test_static_width_decides_the_same_for_every_token(settings):
     result = calibrate_main(settings(method="static", updates=8, learning_rate=0.5))
     model = from_pretrained(result.model_folder)
@@ -305,12 +339,24 @@ def test_an_untargeted_module_never_skips(settings):
     assert all(np.asarray(mask).all() for mask in model(batch, Argmax()).masks.attention)
 
 
-def test_held_out_perplexity_and_events_are_written(settings, text_file):
-    seen = []
+def test_held_out_perplexity_and_events_are_written(settings, text_file, tmp_path):
+    seen, logged = [], []
+    pages = tmp_path / "pages.jsonl"  # its field is another than the training text's
+    pages.write_text(text_file.read_text().replace('{"text"', '{"page"'))
     config = settings(
-        evaluation_data=(str(text_file),), evaluation_rows=8, evaluate_every=3, updates=4
+        evaluation_data=(str(pages),), evaluation_text_field="page", evaluation_rows=8,
+        evaluate_every=3, updates=4,
+    )  # fmt: skip
+    result = calibrate_main(
+        config,
+        RunEvents(
+            held_out=lambda update, r: seen.append((update, r)),
+            logged=lambda update, values: logged.append({"update": update, **values}),
+        ),
     )
-    result = calibrate_main(config, RunEvents(held_out=lambda update, r: seen.append((update, r))))
+    assert [{"kind": "train", **line} for line in logged] == [
+        line for line in metrics.read(config.out) if line["kind"] == "train"
+    ]
     assert [update for update, _ in seen] == [3, 4]
     assert result.held_out == seen[-1][1]
     assert seen[0][1].tokens == 8 * 15

@@ -61,6 +61,16 @@ def test_wrong_overrides_are_refused_by_name(override, message):
         load(CalibrateConfig, None, [override])
 
 
+@pytest.mark.parametrize("kind", [CalibrateConfig, RecoverConfig])
+def test_help_says_where_settings_can_come_from_and_what_each_is(kind, capsys):
+    with pytest.raises(SystemExit):
+        parse(kind, ["--help"], prog="wide")
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--config FILE" in shown
+    assert "key=value" in shown
+    assert "Scale by alpha" in shown or kind is CalibrateConfig
+
+
 def test_a_file_that_is_no_mapping_is_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="must hold `key: value` lines, not a list"):

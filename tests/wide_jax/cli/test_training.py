@@ -21,8 +21,14 @@ def test_calibrate_recover_export(model_folder, text_file, tmp_path, capsys):
     sizes = ["--sequence-length", "32", "--logits-chunk", "32", "--threshold-rows", "2"]
     first, second, target = tmp_path / "first", tmp_path / "second", tmp_path / "exported"
     model = ["--model", str(model_folder), "--ffn-group-size", "8"]
-    code = main(["calibrate", *model, *data, *sizes, "--out", str(first)])
-    assert code == 0, capsys.readouterr().err
+    code = main(["calibrate", *model, *data, *sizes, "--log-every", "1", "--out", str(first)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "tokenising ..." in printed.out
+    [line] = [line for line in printed.out.splitlines() if line.startswith("update 2: loss")]
+    parts = ("budget", "sampled masks skip attention", "argmax attention", "parameters", "FLOPs")
+    for part in (*parts, "bytes", "temperature", "rate", "gradient", "tokens/s"):
+        assert part in line
     assert main(["recover", "--run", str(first), *data, *sizes, "--out", str(second)]) == 0
     assert (second / "model" / "adapter_model.safetensors").exists()
     capsys.readouterr()
