@@ -1,10 +1,10 @@
-"""Held-out perplexity with the masks that inference will use, while a run goes on."""
+"""The masks that inference will use, while a run goes on: their perplexity, and what they skip."""
 
 import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -30,6 +30,7 @@ class HeldOut:
 
 
 Evaluation = Callable[[Params, Params, Rows, int], HeldOut]
+Skips = Callable[[Params, Params], dict[str, float]]
 
 
 def make_evaluation(
@@ -47,22 +48,59 @@ def make_evaluation(
         sums = next_token_loss(out.hidden, whole.logits, batch, chunk=config.logits_chunk)
         return sums, masks_usage(out.masks, batch.real, model, config)
 
-    size = config.micro_batch
-    local = local_rows(mesh, size)
-
     def evaluate(trainable: Params, frozen: Params, rows: Rows, count: int) -> HeldOut:
-        used = min(count, len(rows)) // size * size or size
-        if used > len(rows):
-            raise ValueError(f"{len(rows)} rows are fewer than one micro-batch of {size}")
-        total, tokens, usages = 0.0, 0, []
-        for start in range(0, used, size):
-            batch = on_mesh(stack_rows([rows[start + row] for row in local]), mesh, count=size)
-            sums, more = score(trainable, frozen, batch)
-            total, tokens = total + float(sums.total), tokens + int(sums.count)
-            usages.append(more.to_host())
-        element = next(iter(frozen.values())).dtype.itemsize
-        usage = functools.reduce(operator.add, usages)
-        figures = account(usage, model, wide, weight_bytes=element, kv_bytes=element)
-        return HeldOut(math.exp(min(total / max(tokens, 1), 700)), tokens, figures.summary())
+        batches = _batches(rows, count, config, mesh)
+        results = [score(trainable, frozen, batch) for batch in batches]
+        total = sum(float(sums.total) for sums, _ in results)
+        tokens = sum(int(sums.count) for sums, _ in results)
+        skip = _figures([used for _, used in results], frozen, model, wide)
+        return HeldOut(math.exp(min(total / max(tokens, 1), 700)), tokens, skip)
 
     return evaluate
+
+
+def make_skips(
+    parts: ModelParts,
+    model: ModelConfig,
+    wide: WideConfig,
+    config: TrainConfig,
+    mesh: Mesh,
+    rows: Rows,
+) -> Skips:
+    """A function of (trainable, frozen): what argmax masks skip of `rows`, in every measure.
+
+    As `make_evaluation`'s `HeldOut.skip`, without the loss: no logits are computed.
+    """
+
+    @jax.jit
+    def masks(trainable, frozen, batch: TokenBatch) -> Usage:
+        out = parts.merge(trainable, frozen)(batch, Argmax(), causal=config.causal)
+        return masks_usage(out.masks, batch.real, model, config)
+
+    batches = tuple(_batches(rows, len(rows), config, mesh))
+
+    def skips(trainable: Params, frozen: Params) -> dict[str, float]:
+        used = [masks(trainable, frozen, batch) for batch in batches]
+        return _figures(used, frozen, model, wide)
+
+    return skips
+
+
+def _batches(rows: Rows, count: int, config: TrainConfig, mesh: Mesh) -> Iterator[TokenBatch]:
+    """The first `count` rows on the mesh: whole micro-batches, at least one."""
+    size = config.micro_batch
+    used = min(count, len(rows)) // size * size or size
+    if used > len(rows):
+        raise ValueError(f"{len(rows)} rows are fewer than one micro-batch of {size}")
+    for start in range(0, used, size):
+        local = [rows[start + row] for row in local_rows(mesh, size)]
+        yield on_mesh(stack_rows(local), mesh, count=size)
+
+
+def _figures(
+    used: Sequence[Usage], frozen: Params, model: ModelConfig, wide: WideConfig
+) -> dict[str, float]:
+    """The figures of a report, from the sums of several batches."""
+    usage = functools.reduce(operator.add, [more.to_host() for more in used])
+    element = next(iter(frozen.values())).dtype.itemsize
+    return account(usage, model, wide, weight_bytes=element, kv_bytes=element).summary()

@@ -8,7 +8,7 @@ import pytest
 from wide_jax.cli.dial import parse_targets
 from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
-from wide_jax.dial import Goal, meet
+from wide_jax.dial import CLOSE, MOST, Goal, meet
 from wide_jax.hf.config import read_config
 from wide_jax.hf.pretrained import from_pretrained, save_pretrained, sparsity_hints
 from wide_jax.hf.wide_folder import load_wide_info, set_thresholds
@@ -105,15 +105,49 @@ def test_a_missing_text_is_refused_before_the_model_is_loaded(wide_folder, capsy
     assert "no/such.txt" in capsys.readouterr().err
 
 
-def test_search_finds_coupled_targets():
-    """The FFN's rate also depends on attention's masks; both end where they should."""
+def coupled(calls, *, ffn_sees_attention):
+    """What is skipped when the FFN's rate also depends on attention's masks; keeps the calls."""
 
     def skipped(biases):
+        calls.append(biases)
         attention = 1 / (1 + np.exp(1.0 + biases["attention"]))
-        ffn = 1 / (1 + np.exp(2.0 + biases["ffn"] - attention))
+        ffn = 1 / (1 + np.exp(2.0 + biases["ffn"] - ffn_sees_attention * attention))
         return {"attention": attention, "ffn": ffn}
 
+    return skipped
+
+
+@pytest.mark.parametrize(("ffn_sees_attention", "most"), [(1.0, 7), (40.0, 24)])
+def test_search_finds_coupled_targets(ffn_sees_attention, most):
+    calls = []
+    skipped = coupled(calls, ffn_sees_attention=ffn_sees_attention)
     found = meet([Goal(("attention",), "attention", 0.7), Goal(("ffn",), "ffn", 0.3)], skipped)
-    assert found.after == pytest.approx({"attention": 0.7, "ffn": 0.3}, abs=1e-3)
+    assert found.after == pytest.approx({"attention": 0.7, "ffn": 0.3}, abs=CLOSE)
+    assert len(calls) <= most
     assert found.after == skipped(found.biases)
     assert found.before == skipped({"attention": 0.0, "ffn": 0.0})
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 20.0])
+def test_search_takes_the_nearest_where_a_figure_jumps_over_its_value(spread):
+    """A static router has as many rates as it has groups."""
+    margins = spread * np.random.default_rng(0).normal(size=90)
+
+    def skipped(biases):
+        return {"paper": float((margins + biases["ffn"] < 0).mean())}
+
+    found = meet([Goal(MODULES, "paper", 0.255)], skipped)
+    assert found.after["paper"] == pytest.approx(23 / 90)
+    assert found.biases["attention"] == found.biases["ffn"]
+
+
+def test_search_ends_where_a_value_cannot_be_reached():
+    calls = []
+
+    def skipped(biases):
+        calls.append(biases)
+        return {"ffn": 0.2 if biases["ffn"] < 0 else 0.1, "attention": 0.5}
+
+    goals = [Goal(("attention",), "attention", 0.5), Goal(("ffn",), "ffn", 0.9)]
+    assert meet(goals, skipped).after["ffn"] == 0.2
+    assert len(calls) <= MOST
