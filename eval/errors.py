@@ -194,6 +194,7 @@ def plot_errors(errors: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
 
     with matplotlib.rc_context({"svg.hashsalt": "wide-jax"}):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -202,5 +203,8 @@ def plot_errors(errors: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
             right.plot(errors[part]["cosine"], marker="o", markersize=3, label=part)
         left.set(xlabel="layer", ylabel="relative L2 error to dense")
         right.set(xlabel="layer", ylabel="cosine similarity to dense")
+        for axes in (left, right):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.3)
         left.legend()
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -82,6 +83,40 @@ def test_wrong_data_is_refused_by_name(tmp_path):
         list(documents(Recipe((str(tmp_path / "a.jsonl"),))))
     with pytest.raises(ValueError, match="no data"):
         Recipe(())
+
+
+def test_a_hub_id_is_streamed_with_its_configuration_and_split(monkeypatch):
+    asked = []
+
+    def load_dataset(*names, **options):
+        asked.append((names, options))
+        return [{"body": "one"}, {"body": "two"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    recipe = Recipe(("owner/name:some",), split="validation", text_field="body")
+    assert list(documents(recipe)) == ["one", "two"]
+    assert asked == [(("owner/name", "some"), {"split": "validation", "streaming": True})]
+    with pytest.raises(ValueError, match="one hub id at a time"):
+        list(documents(Recipe(("owner/name", "owner/other"))))
+
+
+def test_tokenising_holds_a_few_documents_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.corpus.DOCUMENTS_AT_ONCE", 4)
+    seen = []
+    tracemalloc.start()
+    try:
+        build(
+            tmp_path / "cache", "key", ("x" * 4000 for _ in range(400)),
+            encode, None,
+            progress=lambda documents, tokens: seen.append((documents, tokens)),
+        )  # fmt: skip
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = (tmp_path / "cache" / "tokens.bin").stat().st_size
+    assert size == 4 * 4000 * 400
+    assert peak < size / 10
+    assert (len(seen), seen[-1]) == (100, (400, 1_600_000))
 
 
 def test_a_cache_is_made_once_and_again_when_its_source_changes(tmp_path, model_folder):

@@ -12,10 +12,13 @@ from eval.errors import PARTS, LayerErrors, layer_errors, plot_errors
 from eval.perplexity import PerplexityConfig
 from eval.records import append_record, commit, common_fields
 from eval.text import read_text, tokenize
+from wide_jax.cli.extras import require_eval_extra
 from wide_jax.cli.files import check_writable_file, write_json
 from wide_jax.cli.models import LoadedModel, load_model
 from wide_jax.cli.progress import progress
 from wide_jax.cli.start import Platform, start
+
+PLOTS = (".svg", ".png", ".pdf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,10 @@ def main(args: Args) -> None:
     for file in (args.json, args.record, args.plot):
         if file is not None:
             check_writable_file(file)
+    if args.plot is not None:
+        require_eval_extra("matplotlib")
+        if args.plot.suffix not in PLOTS:
+            raise ValueError(f"--plot {args.plot}: its ending must be one of {', '.join(PLOTS)}")
     commit()  # asked once a process: what is committed while this runs is not what ran
     start(args.platform, console)
     loaded = load_model(console, args.model)

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from eval.report import write_report
+from wide_jax.cli.extras import require_eval_extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,5 +25,6 @@ def main(args: Args) -> None:
     """Write the report and say where it is."""
     if not args.runs:
         raise ValueError("name at least one run folder or results file")
+    require_eval_extra("matplotlib")
     path = write_report(args.runs, args.out)
     Console().print(f"report: [bold]{path}[/bold]", soft_wrap=True)

@@ -187,6 +187,16 @@ def test_every_command_explains_every_option(name, capsys):
         assert f"--{field.replace('_', '-')}" in printed or f" {field.upper()} " in printed
 
 
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(text_file, monkeypatch, capsys):
+    errors = ["eval", "errors", "--data", str(text_file), "--model", "no/model", "--plot"]
+    assert main([*errors, "x.bmp"]) == 1
+    assert "its ending must be one of .svg, .png, .pdf" in capsys.readouterr().err
+    monkeypatch.setattr("wide_jax.cli.extras.importlib.util.find_spec", lambda name: None)
+    for arguments in ([*errors, "x.svg"], ["report", str(text_file)]):
+        assert main(arguments) == 1
+        assert "matplotlib is not installed: install the eval extra" in capsys.readouterr().err
+
+
 def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
