@@ -27,7 +27,7 @@ from eval.study.schedule import (
     run,
     with_parents,
 )
-from eval.study.settings import Settings
+from eval.study.settings import Settings, check_contents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(console, every, left, args)
     if args.dry_run or not left:
         return 0
+    check_contents(args)
     if (now := commit()) is not None:
         os.environ["WIDE_COMMIT"] = now  # for all processes, whenever they start
     deadline = None
@@ -98,6 +99,7 @@ def _work(args: Args, jobs: Sequence[Job], console: Console) -> int:
 
     [job] = [job for job in jobs if job.name == args.job]
     start("auto", console)
+    check_contents(args)
     if args.rehearse:
         rehearse(job.row, args, console)
         return 0

@@ -44,20 +44,24 @@ def make(row: Row, settings: Settings, console: Console) -> None:
     """Train the row, or set its thresholds; a training that was cut short goes on.
 
     Of several processes one trains at a time, so that rows are finished one after the other: the
-    others wait after their first update, by which they have compiled.
+    others wait after their first update, by which they have compiled. Of those with one program one
+    compiles it, and the others find it in the compile cache.
     """
     if settings.is_made(row):
         return
     if row.method == "threshold":
         _set_thresholds(row, settings, console)
         return
-    settings.out.mkdir(parents=True, exist_ok=True)
-    with (settings.out / "training.lock").open("w") as lock:  # closing it frees the device
+    with _Lock(settings, row.program) as compiling, _Lock(settings, "training") as training:
         stage1 = None if row.parent is None else settings.folder(row.parent)
+        compiling.hold()
 
         def take_turns(record: UpdateRecord) -> None:
-            last = record.update + 1 == row.updates
-            fcntl.flock(lock, fcntl.LOCK_UN if last else fcntl.LOCK_EX)  # held already: at once
+            compiling.release()
+            if record.update + 1 == row.updates:
+                training.release()
+            else:
+                training.hold()
 
         train(row, settings, console, settings.folder(row), on_record=take_turns, stage1=stage1)
 
@@ -67,14 +71,40 @@ def rehearse(row: Row, settings: Settings, console: Console) -> None:
 
     A stage-2 row is rehearsed on new routers, so that it need not wait for its stage 1.
     """
-    settings.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rehearsal-", dir=settings.out) as scratch:
+    with (
+        _Lock(settings, row.program) as compiling,
+        tempfile.TemporaryDirectory(prefix="rehearsal-", dir=settings.out) as scratch,
+    ):
+        compiling.hold()
         stage1 = None
         if row.parent is not None:
             stage1 = Path(scratch) / "stage1"
             _untrained(row.parent, settings, stage1)
         with contextlib.suppress(_RehearsedError):
             train(row, settings, console, Path(scratch) / "run", on_record=_stop, stage1=stage1)
+
+
+class _Lock:
+    """What one process of the study does at a time. Leaving it, by whatever way, releases it."""
+
+    def __init__(self, settings: Settings, name: str):
+        folder = settings.out / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / name).open("w")
+
+    def __enter__(self) -> "_Lock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def hold(self) -> None:
+        """Wait until no other process holds it; held already: at once."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let another process have it."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def train(

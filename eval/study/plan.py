@@ -82,6 +82,16 @@ class Row:
         return "-".join(parts)
 
     @property
+    def program(self) -> str:
+        """Names the program of its training step.
+
+        Targets, seeds and numbers of updates are inputs of it: rows that differ in nothing else
+        compile it once.
+        """
+        parts = (self.method, self.ffn_group, self.attn_group, self.budget, self.distill)
+        return "-".join(str(part) for part in (*parts, f"s{self.stage}"))
+
+    @property
     def parent(self) -> "Row | None":
         """The stage-1 row that a stage-2 row starts from."""
         return dataclasses.replace(self, stage=1) if self.stage == 2 else None

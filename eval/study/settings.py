@@ -1,17 +1,26 @@
 """What all rows are made and measured with, and what there is of a row already."""
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+import gzip
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from eval.check_values import WIKITEXT
 from eval.records import read_records
 from eval.study.plan import GENERATION, TASKS, Row
+from wide_jax.hf.config import read_config
+from wide_jax.hf.load import find_weights
+from wide_jax.hf.resolve import resolve_model
+from wide_jax.hf.save import fingerprint
+from wide_jax.hf.wide_folder import base_folder
 
 Part = Literal["perplexity", "tasks", "errors", "whole_tasks", "generation"]
 DType = Literal["float32", "bfloat16"]
 THRESHOLDS = "thresholds.npy"
+CONTENTS = ("base", "calibration", "text")  # of records: what was read, by its hash
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +64,24 @@ class Settings:
     """Documents of each task, but for the rows that take all."""
 
     def recorded(self) -> dict[str, Any]:
-        """What a result depends on beside its row, as records say it."""
+        """What a result depends on beside its row, as records say it; reads model and texts."""
+        return self.numbers() | self.contents()
+
+    def contents(self) -> dict[str, str]:
+        """The base model and the texts, each by a hash of what it holds, wherever it lies.
+
+        Raises:
+            FileNotFoundError: there is no such model or text.
+        """
+        texts = [(self.data_dir / file).resolve() for file in (self.calibration, self.text)]
+        hashes = (
+            _base_hash(base_folder(resolve_model(self.model)).resolve()),
+            *map(_text_hash, texts),
+        )
+        return dict(zip(CONTENTS, hashes, strict=True))
+
+    def numbers(self) -> dict[str, Any]:
+        """The settings among it."""
         return {
             "training_dtype": self.dtype,
             "sequence_length": self.sequence_length,
@@ -116,7 +142,7 @@ class Measured:
         if not settings.record.exists():
             return cls(frozenset())
         records = [record for _, record in read_records(settings.record)]
-        _check_settings(settings, records)
+        _check(settings, records, settings.numbers())
         return cls(frozenset((r["row"], r["part"], r["task"], r["metric"]) for r in records))
 
     def has(self, row: Row, part: Part, settings: Settings) -> bool:
@@ -137,14 +163,45 @@ class Measured:
         return tuple(task for task in tasks if task not in done)
 
 
-def _check_settings(settings: Settings, records: Iterable[dict[str, Any]]) -> None:
-    own = settings.recorded()
+def check_contents(settings: Settings) -> None:
+    """Refuse a results file of another model or other texts, before anything is made.
+
+    Records of before these were written down name the base by the dense row's model, if at all.
+
+    Raises:
+        ValueError: what differs, and in which row.
+        FileNotFoundError: there is no such model or text.
+    """
+    own = settings.contents()
+    if settings.record.exists():
+        _check(settings, [record for _, record in read_records(settings.record)], own)
+
+
+@functools.cache
+def _base_hash(folder: Path) -> str:
+    return fingerprint(find_weights(folder, read_config(folder)))
+
+
+@functools.cache
+def _text_hash(file: Path) -> str:
+    """Of the text itself: compressed again, it is the same."""
+    opened = gzip.open if file.suffix == ".gz" else open
+    digest = hashlib.sha256()
+    with opened(file, "rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _check(settings: Settings, records: Iterable[dict[str, Any]], own: Mapping[str, Any]) -> None:
     for record in records:
-        theirs = record["settings"]
+        theirs = dict(record["settings"])
+        if record["row"] == "dense":
+            theirs.setdefault("base", record["model"])
         differ = [
             f"{name} {theirs.get(name)!r}, not {value!r}"
             for name, value in own.items()
-            if theirs.get(name) != value
+            if theirs.get(name) != value and (name in theirs or name not in CONTENTS)
         ]
         if differ:
             raise ValueError(

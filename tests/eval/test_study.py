@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from eval.records import ACCOUNTING, append_record, read_records
@@ -23,7 +25,7 @@ from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
 from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
-from eval.study.settings import Measured, Settings, parts_of
+from eval.study.settings import CONTENTS, Measured, Settings, check_contents, parts_of
 from tests.eval.conftest import tiny_model
 from wide_jax.hf.pretrained import tensors_of
 from wide_jax.hf.save import save_model
@@ -90,6 +92,23 @@ def settings(tmp_path_factory, model_folder, data_dir):
         tasks=("arc_easy",),
         limit=3,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_cache(tmp_path_factory):
+    """What is compiled once is found again, as in the processes of a study."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is options:
+            yield
 
 
 @pytest.fixture(autouse=True)
@@ -213,9 +232,9 @@ def test_the_dense_row_needs_nothing_made(settings, console):
 
 def test_a_rehearsal_leaves_nothing(settings, console):
     row = ROWS["depth-separate-50-s2-u2"]
-    before = sorted(settings.out.iterdir())
+    before = {path.name for path in settings.out.iterdir()} | {"locks"}
     rehearse(row, settings, console)
-    assert sorted(settings.out.iterdir()) == before
+    assert {path.name for path in settings.out.iterdir()} == before
     assert not settings.is_made(row)
     assert not settings.is_made(row.parent)
 
@@ -225,6 +244,59 @@ def test_results_of_other_settings_are_refused_with_what_differs(settings, conso
     measure(ROWS[CUT], "perplexity", settings, console)
     with pytest.raises(ValueError, match=r"max_windows 3, not None"):
         Measured.read(dataclasses.replace(settings, max_windows=None))
+
+
+def test_results_of_another_model_or_text_are_refused(settings, console, tmp_path, data_dir):
+    make(ROWS["dense"], settings, console)
+    measure(ROWS["dense"], "perplexity", settings, console)
+    check_contents(settings)
+    for name in ("calib", "text"):  # another compression of the same text is the same text
+        content = gzip.decompress((data_dir / f"{name}.jsonl.gz").read_bytes())
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(content, 1))
+    check_contents(dataclasses.replace(settings, data_dir=tmp_path))
+    (tmp_path / "calib.jsonl").write_bytes(content)
+    other = dataclasses.replace(settings, data_dir=tmp_path, calibration=Path("calib.jsonl"))
+    with pytest.raises(ValueError, match=r"row .*: calibration 'sha256:"):
+        check_contents(other)
+
+    model = tiny_model(num_hidden_layers=1, seed=1)
+    save_model(tmp_path / "model", model.config, tensors_of(model))
+    other = dataclasses.replace(settings, model=str(tmp_path / "model"))
+    with pytest.raises(ValueError, match=r"base 'sha256:.*', not 'sha256:"):
+        check_contents(other)
+    # Records of before base and texts were written down: the dense row's model is the base.
+    old = dataclasses.replace(other, record=tmp_path / "old.jsonl")
+    for record in records(settings):
+        kept = {k: v for k, v in record["settings"].items() if k not in CONTENTS}
+        append_record(old.record, record | {"settings": kept})
+    with pytest.raises(ValueError, match=r"row dense: base 'sha256:"):
+        check_contents(old)
+    check_contents(dataclasses.replace(settings, record=old.record))
+
+
+def test_the_second_row_of_a_program_compiles_nothing(settings, console):
+    """Targets are no constants of training, cut or measurements: all come from the cache."""
+    row, other = ROWS[WIDE], ROWS[WIDE.replace("50", "25")]
+    assert row.program == other.program
+    parts = ("perplexity", "errors", "tasks")
+    events = collections.Counter()
+
+    def note(event, **_):
+        events[event.rpartition("/")[2]] += 1
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        for one in (row, other):
+            events.clear()
+            jax.clear_caches()  # as a new process
+            make(one, settings, console)
+            for part in parts:
+                measure(one, part, settings, console)
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+    assert settings.is_made(other)
+    assert events["cache_hits"] > 4
+    assert events["cache_misses"] == 0
 
 
 class Process:
@@ -295,6 +367,17 @@ def test_jobs_run_side_by_side_and_stage_2_after_stage_1(empty):
     assert order[:2] == [f"{WIDE}.perplexity", f"rehearse {STAGE2}.perplexity"]
     assert order.index(f"{STAGE2}.perplexity") > order.index(f"{WIDE}.perplexity")
     assert collections.Counter(order).most_common(1)[0][1] == 1
+
+
+def test_one_rehearsal_serves_all_rows_of_its_program(empty):
+    machine = Machine(empty, looks=5)
+    other = STAGE2.replace("50", "25")
+    rows = [ROWS[name] for name in (WIDE, WIDE.replace("50", "25"), STAGE2, other)]
+    jobs = [Job(row, "perplexity") for row in rows]
+    outcome = run(empty, jobs, machine, slots=4)
+    assert len(outcome.finished) == 4
+    assert machine.events.count(f"rehearse {STAGE2}.perplexity") == 1
+    assert f"rehearse {other}.perplexity" not in machine.events
 
 
 def test_a_failed_job_stops_only_what_needs_it(empty):
