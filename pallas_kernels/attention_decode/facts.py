@@ -12,6 +12,7 @@ from pallas_kernels._common.problem import OpFacts
 
 def default_config(problem: AttentionProblem, limit: int, capability: str) -> AttentionConfig:
     """Splits and blocks from shapes alone."""
+    candidates: list[AttentionConfig]
     if problem.itemsize < 4:
         candidates = [DecodeConfig(512, 64, 4, 3), DecodeConfig(512, 16, 4, 2)]
     elif problem.d <= 128:
