@@ -184,8 +184,8 @@ class WideLM(TemplateLM):
         answers = self.store.answers()
         todo: dict[str, _Generation] = {job.key: job for job in jobs if job.key not in answers}
         bar = self._bar(len(jobs), "generate_until", len(jobs) - len(todo))
-        for batch in _generation_batches(list(todo.values()), self.settings.batch_size):
-            self.store.add(self._generate(batch))
+        for rows, batch in _generation_batches(list(todo.values()), self.settings.batch_size):
+            self.store.add(self._generate(batch, rows))
             bar.update(len(batch))
         bar.close()
         answers = self.store.answers()
@@ -251,7 +251,7 @@ class WideLM(TemplateLM):
         key = request_key("generate_until", prompt, until, new, dataclasses.astuple(sampler))
         return _Generation(key, prompt, until, new, sampler)
 
-    def _generate(self, batch: "list[_Generation]") -> Answered:
+    def _generate(self, batch: "list[_Generation]", rows: int) -> Answered:
         first = batch[0]
 
         def text_of(tokens: Sequence[int]) -> str:
@@ -266,7 +266,7 @@ class WideLM(TemplateLM):
             routing=self.routing,
             sampler=first.sampler,
             seeds=[zlib.crc32(job.key.encode()) for job in batch],
-            rows=self.settings.batch_size,
+            rows=rows,
         )
         answers = {
             job.key: postprocess_generated_text(text_of(tokens), list(job.until), None)
@@ -290,15 +290,17 @@ class _Generation:
     sampler: Sampler
 
 
-def _generation_batches(jobs: list[_Generation], size: int) -> Iterator[list[_Generation]]:
-    """Jobs of equal settings, longest prompts first."""
+def _generation_batches(
+    jobs: list[_Generation], size: int
+) -> Iterator[tuple[int, list[_Generation]]]:
+    """Jobs of equal settings, longest prompts first, and the rows that all their batches have."""
     groups: dict[Any, list[_Generation]] = {}
     for job in jobs:
         groups.setdefault((job.until, job.max_new_tokens, job.sampler), []).append(job)
     for members in groups.values():
         members.sort(key=lambda job: (-len(job.prompt), job.key))
         for start in range(0, len(members), size):
-            yield members[start : start + size]
+            yield min(size, len(members)), members[start : start + size]
 
 
 def _continuation_window(context: list[int], continuation: list[int], limit: int) -> Window:
