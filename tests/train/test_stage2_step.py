@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.train.tiny import assert_params_close, ragged_batch, tiny_config, tiny_model
+from tests.train.tiny import (
+    assert_params_close,
+    dot_shapes,
+    ragged_batch,
+    tiny_config,
+    tiny_model,
+)
 from train.data import HostBatch, on_mesh
 from train.hyperparameters import hyperparameters
 from train.loss import distillation_loss, scored_targets
@@ -71,6 +77,38 @@ def test_stage_2_on_a_mesh_equals_one_device():
     assert len(expected) == 14 + 8
     scale = max(float(jnp.abs(g).max()) for g in expected.values())
     assert_params_close(actual, expected, atol=1e-5 * scale)
+
+
+def test_no_gradient_or_moment_of_the_base_exists_beside_lora():
+    # D = 32 and F = 128 as in stage 1; adapters and routers make [2, .], [., 2] and [4, .] only.
+    config, model = tiny_config(), lora_model()
+    lora.with_dropout(model, jax.random.key(9))
+    parts, trainable, frozen = take_apart(model, LoRAParam, RouterParam)
+    batch, before = ragged_batch(), {k: np.array(v) for k, v in frozen.items()}
+
+    def run(trainable):
+        return accumulate_gradient(
+            trainable, frozen, batch, jnp.int32(3), jax.random.key(0), hyperparameters(config),
+            parts=parts, model=model.config, config=config,
+        )  # fmt: skip
+
+    base_shapes = {v.shape for v in frozen.values() if v.ndim == 2}
+    base_shapes |= {shape[::-1] for shape in base_shapes}
+    made = set(dot_shapes(jax.make_jaxpr(run)(trainable).jaxpr))
+    assert made & {v.shape for k, v in trainable.items() if ".lora." in k}
+    assert not made & base_shapes
+    mesh = partition.make_mesh()
+    start = jax.tree.map(jnp.copy, trainable)
+    opt_state = init_optimizer(config, start, mesh)
+    moments = [leaf.shape for leaf in jax.tree.leaves(opt_state) if leaf.ndim]
+    assert sorted(moments) == sorted([v.shape for v in trainable.values()] * 2)
+    with jax.set_mesh(mesh):
+        step = make_step(parts, model.config, config, start, opt_state)
+        arguments = (batch, np.int32(3), jax.random.key(0), hyperparameters(config))
+        after, _, _ = step(start, opt_state, frozen, *arguments)
+    assert any(np.any(after[name] != value) for name, value in trainable.items())
+    for name, value in before.items():
+        assert value.tobytes() == np.asarray(frozen[name]).tobytes(), name
 
 
 def test_a_rematerialised_forward_drops_the_same_elements():

@@ -10,6 +10,7 @@ import pytest
 
 from tests.train.tiny import (
     assert_params_close,
+    dot_shapes,
     ragged_batch,
     tiny_config,
     tiny_model,
@@ -86,7 +87,7 @@ def test_no_gradient_or_moment_of_the_base_exists():
 
     base_shapes = {v.shape for v in frozen.values()} | {v.shape[::-1] for v in frozen.values()}
     base_shapes -= {shape for shape in base_shapes if len(shape) == 1}
-    made = set(_dot_shapes(jax.make_jaxpr(run)(trainable).jaxpr))
+    made = set(dot_shapes(jax.make_jaxpr(run)(trainable).jaxpr))
     assert made
     assert not made & base_shapes
 
@@ -96,22 +97,10 @@ def test_no_gradient_or_moment_of_the_base_exists():
     assert sorted(moments) == sorted([v.shape for v in trainable.values()] * 2)
 
 
-def _dot_shapes(jaxpr):
-    """Result shapes of every matrix product in a jaxpr, inner ones included."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation.outvars[0].aval.shape
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _dot_shapes(inner)
-
-
 def test_the_jaxpr_check_sees_a_base_gradient_when_there_is_one():
     weight, x = jnp.ones((128, 32)), jnp.ones((4, 32))
     jaxpr = jax.make_jaxpr(jax.jit(jax.grad(lambda w: jnp.sum(x @ w.T))))(weight)
-    assert {(128, 32), (32, 128)} & set(_dot_shapes(jaxpr.jaxpr))
+    assert {(128, 32), (32, 128)} & set(dot_shapes(jaxpr.jaxpr))
 
 
 def test_clip_norm_is_over_trained_leaves_only_and_the_update_is_adamw():

@@ -68,3 +68,15 @@ def assert_params_close(actual, expected, **tolerance):
         np.testing.assert_allclose(
             np.asarray(actual[name]), np.asarray(expected[name]), err_msg=name, **tolerance
         )
+
+
+def dot_shapes(jaxpr):
+    """Result shapes of every matrix product in a jaxpr, inner ones included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.outvars[0].aval.shape
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from dot_shapes(inner)
