@@ -5,8 +5,10 @@ import pytest
 from flax import nnx
 
 from tests.train.tiny import tiny_config, tiny_model, tiny_tokens
-from train.loop import calibrate
+from train.data import PackedWindows
+from train.loop import TrainState, calibrate, run_updates
 from train.records import LossNotFiniteError
+from wide_jax import partition
 from wide_jax.config import WideConfig
 from wide_jax.model import WideForCausalLM
 
@@ -31,6 +33,21 @@ def test_records_come_in_order_one_per_update():
     assert seen[0].temperature == 5.0
     assert seen[-1].temperature == pytest.approx(0.5, rel=1e-5)
     assert all(record.tokens == 8 * 16 for record in seen)
+
+
+def test_metrics_are_fetched_while_the_next_update_runs():
+    seen, config = [], tiny_config(updates=3)
+
+    def step(trainable, opt_state, frozen, batch, update, key, hyper):
+        seen.append(f"start {update}")
+        return trainable, opt_state, update
+
+    batches = PackedWindows(tiny_tokens(), 16, config.sequences_per_update, seed=0)
+    mesh = partition.make_mesh()
+    report = lambda update: seen.append(f"fetch {update}")  # noqa: E731
+    state = run_updates(step, TrainState({}, (), 0), {}, batches, mesh, config, report=report)
+    assert state.update == 3
+    assert seen == ["start 0", "start 1", "fetch 0", "start 2", "fetch 1", "fetch 2"]
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
