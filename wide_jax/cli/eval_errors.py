@@ -72,7 +72,8 @@ def main(args: Args) -> None:
     console.print(found.line(), highlight=False, soft_wrap=True)
     console.print(found.accounting.line(), highlight=False, soft_wrap=True)
     if args.json is not None:
-        write_json(args.json, {"model": args.model, "data": str(args.data), **found.to_json()})
+        made = common_fields("errors") | loaded.described() | {"data": str(args.data)}
+        write_json(args.json, made | {"window": args.window} | found.to_json())
     if args.record is not None:
         append_record(args.record, to_record(args, loaded, found))
     if args.plot is not None:

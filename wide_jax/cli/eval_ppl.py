@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from eval.perplexity import PerplexityConfig, PerplexityResult, cut, evaluate_perplexity
-from eval.records import append_record, commit, eval_record
+from eval.records import append_record, commit, common_fields, eval_record
 from eval.scoring import default_routing
 from eval.speed import Speedup, measure_speedup, worth_timing
 from eval.text import read_text, tokenize
@@ -63,7 +63,7 @@ def main(args: Args) -> None:
         check_writable_file(args.json)
     if args.record is not None:
         check_writable_file(args.record)
-        commit()  # asked once a process: what is committed while this runs is not what ran
+    commit()  # asked once a process: what is committed while this runs is not what ran
     start(args.platform, console)
     loaded = load_model(console, args.model, dense=args.dense, dtype=args.dtype)
     model = loaded.model
@@ -91,7 +91,8 @@ def main(args: Args) -> None:
         console.print(speedup.line(), highlight=False, soft_wrap=True)
     if args.json is not None:
         figures = result.to_json() | {"speedup": None if speedup is None else speedup.to_json()}
-        write_json(args.json, {"model": loaded.name, "data": str(args.data), **figures})
+        made = common_fields("eval") | loaded.described() | {"data": str(args.data)}
+        write_json(args.json, made | figures)
     if args.record is not None:
         append_record(args.record, to_record(args, loaded, result, speedup))
 

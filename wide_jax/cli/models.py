@@ -48,6 +48,10 @@ class LoadedModel:
         routers = fingerprint(tensors_of(self.model, is_router))
         return f"sha256:{hashlib.sha256((found + routers).encode()).hexdigest()}"
 
+    def described(self) -> dict[str, Any]:
+        """What a file of figures says of the model; reads all of it."""
+        return {"model": self.name, "fingerprint": self.fingerprint(), "recipe": self.recipe()}
+
     def recipe(self) -> dict[str, Any]:
         """How the model was made, as far as its folder says: for result records."""
         if self.model.wide is None or not is_wide_folder(self.folder):

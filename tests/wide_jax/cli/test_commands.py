@@ -83,6 +83,9 @@ def test_eval_ppl_prints_units_and_accounting(model_folder, text_file, tmp_path,
     record = json.loads(figures.read_text())
     assert record["token_perplexity"] > 1
     assert record["config"]["stride"] == 64
+    assert record["fingerprint"].startswith("sha256:")
+    assert record["versions"]["jax"]
+    assert record["recipe"] == {"method": "dense"}
     records = tmp_path / "eval.jsonl"
     recording = ["--rule", "rolling", "--record", str(records)]
     assert main([*arguments, "--window", "64", *recording]) == 0
