@@ -18,10 +18,14 @@ from wide_jax.routing import (
     execute_margin,
     sample_mask,
 )
+from wide_jax.split_product import split_product
 
 
 class RouterLinear(nnx.Module):
-    """A linear map in float32 at highest precision: TF32 would flip decisions near ties."""
+    """A linear map in float32 at highest precision: TF32 would flip decisions near ties.
+
+    A bfloat16 input is multiplied part by part (`wide_jax.split_product`), to the same precision.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs):
         bound = (3.0 / in_features) ** 0.5  # `lecun_uniform`, with fan_in the second axis here
@@ -33,7 +37,11 @@ class RouterLinear(nnx.Module):
         self.bias = RouterParam(jnp.zeros((out_features,), jnp.float32))
 
     def __call__(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        y = jnp.einsum("...k,nk->...n", x, self.weight[...], precision=jax.lax.Precision.HIGHEST)
+        weight = self.weight[...]
+        if x.dtype == jnp.bfloat16:
+            y = split_product(x, weight)
+        else:
+            y = jnp.einsum("...k,nk->...n", x, weight, precision=jax.lax.Precision.HIGHEST)
         return y + self.bias[...]
 
 
@@ -54,8 +62,11 @@ class Router(nnx.Module):
         self.compressor = RouterLinear(hidden_size, rank, rngs=rngs)
         self.router = RouterLinear(rank, 2 * groups, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T groups 2"]:
-        logits = self.router(self.compressor(x.astype(jnp.float32)))
+    def __call__(
+        self, x: Float[Array, "B T D"], *, training: bool = False
+    ) -> Float[Array, "B T groups 2"]:
+        """Logits. In training a bfloat16 `x` is taken as it is, which saves its float32 copies."""
+        logits = self.router(self.compressor(x if training else x.astype(jnp.float32)))
         return logits.reshape(*logits.shape[:-1], self.groups, 2)
 
 
@@ -84,7 +95,7 @@ def decide(
                 _, mask = jax.lax.optimization_barrier((required(router, routing)(x), mask))
             return mask, None
     router = required(router, routing)
-    logits = router(x)
+    logits = router(x, training=isinstance(routing, GumbelSoftmax))
     argmax = constrain(execute_margin(logits) >= router.threshold, "mask_BTG")
     match routing:
         case Argmax():
