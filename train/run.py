@@ -317,6 +317,8 @@ def _train(
     if checkpoints.latest is not None:
         state = checkpoints.restore(state)
         events.message(f"resuming at update {state.update} of {config.updates}")
+    elif (out / metrics.FILE).exists():
+        events.message(f"{checkpoints.folder} holds no complete checkpoint: starting at update 0")
     step = make_step(parts, model.config, config, state.trainable, state.opt_state, teacher=teacher)
 
     evaluation = make_evaluation(evaluated, model.config, wide, config, mesh)

@@ -148,6 +148,34 @@ def test_case_C9_a_half_written_checkpoint_is_never_the_latest(settings, monkeyp
     checkpoints.close()
 
 
+def test_a_run_without_a_checkpoint_says_that_it_starts_again(settings, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_main(settings(), interrupt_after(monkeypatch, 2))
+    messages = []
+    events = dataclasses.replace(interrupt_after(monkeypatch, 1), message=messages.append)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_main(settings(), events)
+    assert "checkpoints holds no complete checkpoint: starting at update 0" in messages[0]
+
+
+def test_case_C9_a_checkpoint_of_another_model_or_text_is_refused_with_what_differs(tmp_path):
+    def state(**shapes):
+        return TrainState({name: jax.numpy.zeros(shape) for name, shape in shapes.items()}, (), 1)
+
+    ours = Checkpoints(tmp_path, {"seed": 0, "data_key": "ours"}, keep=1)
+    ours.save(state(a=(2,), b=(3,)))
+    ours.close()
+    theirs = Checkpoints(tmp_path, {"seed": 0, "data_key": "theirs"}, keep=1)
+    with pytest.raises(CheckpointMismatchError) as error:
+        theirs.restore(state(a=(4,), c=(1,)))
+    theirs.close()
+    for part in (
+        "checkpoint 1 in", "data_key: 'ours', not 'theirs'", "it lacks c",
+        "it has an unknown b", "a has shape (2,), not (4,)",
+    ):  # fmt: skip
+        assert part in str(error.value)
+
+
 def test_case_C9_relative_paths_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints = Checkpoints("some/folder", {}, keep=1)
