@@ -246,6 +246,13 @@ def test_results_of_other_settings_are_refused_with_what_differs(settings, conso
         Measured.read(dataclasses.replace(settings, max_windows=None))
 
 
+def test_the_projects_own_results_are_of_the_default_settings(tmp_path):
+    """Lines of before base and texts were written down are read as ever."""
+    own = Path(document.__file__).parents[2] / "eval" / "results" / "study.jsonl"
+    found = Measured.read(Settings(out=tmp_path, record=own))
+    assert ("dense", "perplexity") in {(row, part) for row, part, *_ in found.found}
+
+
 def test_results_of_another_model_or_text_are_refused(settings, console, tmp_path, data_dir):
     make(ROWS["dense"], settings, console)
     measure(ROWS["dense"], "perplexity", settings, console)
