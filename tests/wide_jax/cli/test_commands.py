@@ -92,6 +92,7 @@ def test_eval_ppl_prints_units_and_accounting(model_folder, text_file, tmp_path,
     (line,) = records.read_text().splitlines()
     assert json.loads(line)["metric"] == "token_perplexity"
     assert json.loads(line)["recipe"]["rule"] == "rolling"
+    assert json.loads(line)["recipe"]["dtype"] == "float32"  # what ran, not "checkpoint"
 
 
 def test_on_a_gpu_eval_ppl_adds_the_speedup_on_the_text_it_evaluated(
