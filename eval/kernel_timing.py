@@ -99,15 +99,15 @@ def time_interleaved[Name: Hashable](
     (by 4 us on an H200, even behind a short one). Raises `RuntimeError` where the profiler saw no
     kernels: there is no other clock here.
     """
-    first, first_sets = list(contenders.values())[-1]
-    turn = itertools.count()
+    last = list(contenders.values())[-1]
+    a_turn = [*itertools.repeat(last, WARM_UP), *contenders.values()]
+    number = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(rounds):
-                for _ in range(WARM_UP):
-                    out = first.call(*first_sets[next(turn) % len(first_sets)])
-                for compiled, sets in contenders.values():
-                    out = compiled.call(*sets[next(turn) % len(sets)])
+                out = None
+                for compiled, sets in a_turn:
+                    out = compiled.call(*sets[next(number) % len(sets)])
                 jax.block_until_ready(out)
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         kernels = _kernel_durations(files)
@@ -117,7 +117,7 @@ def time_interleaved[Name: Hashable](
     timings = {}
     for module, names in sharing.items():
         durations = kernels.get(module, [])
-        uncounted = WARM_UP if module == first.module else 0
+        uncounted = WARM_UP if module == last[0].module else 0
         a_round = uncounted + len(names)
         a_call, left_over = divmod(len(durations), rounds * a_round)
         if a_call == 0 or left_over:
