@@ -32,6 +32,7 @@ from pallas_kernels import (
 )
 from pallas_kernels._common.shapes import MODELS, ModelShape
 from pallas_kernels._common.testing import PATTERNS, relative_error
+from pallas_kernels.rope_cache import Rotation
 
 ALLOWED = 1.5  # times the dense operation's own error
 ROUNDING = 4e-3  # of bfloat16, where an operation has no dense form: half a unit is 2^-9
@@ -154,6 +155,7 @@ def _attention_cases(case, shape: ModelShape, m: int, layout: MaskLayout, draw: 
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     keys, values = (draw(1, m + 5, shape.kv_heads, shape.head_dim) for _ in range(2))
     slots = jnp.arange(m, dtype=jnp.int32)[None] + 3
+    normed = Rotation(cos, sin, draw(shape.head_dim), 1e-6)
     if m == 1:
         lengths = jnp.array([5], jnp.int32)
         yield case(
@@ -169,9 +171,22 @@ def _attention_cases(case, shape: ModelShape, m: int, layout: MaskLayout, draw: 
             lambda i: attention_prefill(q, k, v, layout, implementation=i),
             has_dense=False,
         )
+        for name, rotation in {"rotated": Rotation(cos, sin), "normed": normed}.items():
+            yield case(
+                f"attention_prefill ({name})",
+                lambda i, rotation=rotation: attention_prefill(
+                    q, k, v, layout, rotation=rotation, implementation=i
+                ),
+                has_dense=False,
+            )
     yield case(
         "rope_cache",
         lambda i: rope_cache(q, k, v, cos, sin, keys, values, slots, implementation=i),
+        has_dense=False,
+    )
+    yield case(
+        "rope_cache (no queries)",
+        lambda i: rope_cache(None, k, v, cos, sin, keys, values, slots, implementation=i)[1:],
         has_dense=False,
     )
 

@@ -1,6 +1,7 @@
 """What `wide bench kernels` times beside the pruned ops: a copy, layouts, rotary embedding."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import jax
@@ -8,11 +9,14 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from eval.kernel_cases import make_mask
-from eval.kernel_timing import compile_all, time_interleaved
+from eval.kernel_timing import Timing, compile_all, time_interleaved
 from pallas_kernels._common.shapes import MODELS
+from pallas_kernels.attention_prefill import attention_prefill
 from pallas_kernels.layout.api import LayoutImplementation, order_k_axis
-from pallas_kernels.rope_cache import rope_cache
+from pallas_kernels.rope_cache import Rotation, rope_cache
 from pallas_kernels.rope_cache.api import RopeImplementation
+
+ATTENTION_BELOW = 32768  # tokens: of longer prompts the rotation is too small a part to see
 
 
 def copy_record(rounds: int) -> dict[str, Any]:
@@ -104,8 +108,9 @@ def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]
 def rope_records(model: str, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Rotation with the cache write, fused (`triton`) and as XLA makes it of the specification.
 
-    The cache has as many slots as there are tokens and is made in the timed call, for both alike:
-    it is updated in place, and a caller's array would be copied first.
+    The cache has as many slots as there are tokens and is made in the timed call, for all alike:
+    it is updated in place, and a caller's array would be copied first. Of a prompt, attention at
+    50 % besides, with the queries' rotation before it and left to it.
     """
     m = MODELS[model]
     heads, cache = (1, tokens, m.heads, m.head_dim), (1, tokens, m.kv_heads, m.head_dim)
@@ -116,6 +121,12 @@ def rope_records(model: str, tokens: int, rounds: int) -> Iterator[dict[str, Any
     angles = jax.random.normal(jax.random.key(3), (1, tokens, m.head_dim // 2))
     slots = jnp.arange(tokens, dtype=jnp.int32)[None]
     arguments = (q, k, v, jnp.cos(angles), jnp.sin(angles), slots)
+    common = {
+        "op": "rope_cache",
+        "shape": {"t": tokens, "hq": m.heads, "hk": m.kv_heads, "d": m.head_dim},
+        "dtype": "bfloat16",
+        "flops": 0,
+    }
     functions = {}
     for name in get_args(RopeImplementation):
 
@@ -123,17 +134,10 @@ def rope_records(model: str, tokens: int, rounds: int) -> Iterator[dict[str, Any
             keys = jnp.zeros(cache, jnp.bfloat16)
             return rope_cache(q, k, v, cos, sin, keys, keys, slots, implementation=name)
 
-        functions[name] = (run, arguments)
-    compiled, failed = compile_all(functions)
-    if failed:
-        raise next(iter(failed.values()))
-    timings = time_interleaved({n: (c, [arguments]) for n, c in compiled.items()}, rounds)
-    for name, timing in timings.items():
-        yield {
-            "op": "rope_cache",
+        functions[name] = run
+    for name, timing in _timed(functions, arguments, rounds).items():
+        yield common | {
             "case": "rope_cache",
-            "shape": {"t": tokens, "hq": m.heads, "hk": m.kv_heads, "d": m.head_dim},
-            "dtype": "bfloat16",
             "sparsity": 0.0,
             "mask": "none",
             "implementation": name,
@@ -141,5 +145,42 @@ def rope_records(model: str, tokens: int, rounds: int) -> Iterator[dict[str, Any
             "ms": timing.ms,
             "samples_ms": timing.samples_ms,
             "bytes": 2 * (2 * q.size + 3 * k.size + 2 * v.size),
-            "flops": 0,
         }
+    if not 1 < tokens < ATTENTION_BELOW:
+        return
+    mask = make_mask("random", tokens, m.kv_heads, 0.5)
+    layout = pallas_kernels.mask_layout(mask, expected_sparsity=0.5)
+
+    def attend(q, k, v, cos, sin, slots, layout, *, within):
+        keys = jnp.zeros(cache, jnp.bfloat16)
+        before = None if within else q
+        rotated, k, *written = rope_cache(before, k, v, cos, sin, keys, keys, slots)
+        rotation = Rotation(cos, sin) if within else None
+        q = q if rotated is None else rotated
+        return attention_prefill(q, k, v, layout, rotation=rotation), written
+
+    functions = {
+        "queries before attention": functools.partial(attend, within=False),
+        "queries in attention": functools.partial(attend, within=True),
+    }
+    for name, timing in _timed(functions, (*arguments, layout), rounds).items():
+        yield common | {
+            "case": "rope_attention",
+            "sparsity": 1.0 - float(mask.mean()),
+            "mask": "random",
+            "implementation": name,
+            "dispatched": name == "queries in attention",
+            "ms": timing.ms,
+            "samples_ms": timing.samples_ms,
+            "bytes": 2 * (2 * q.size + 3 * k.size + 3 * v.size),
+        }
+
+
+def _timed(
+    functions: dict[str, Callable[..., Any]], arguments: tuple[Any, ...], rounds: int
+) -> dict[str, Timing]:
+    """The times of functions of the same arguments, in turns. Raises what does not compile."""
+    compiled, failed = compile_all({name: (run, arguments) for name, run in functions.items()})
+    if failed:
+        raise next(iter(failed.values()))
+    return time_interleaved({n: (c, [arguments]) for n, c in compiled.items()}, rounds)

@@ -6,8 +6,10 @@
          swiglu_up (gate, up) -> gemm_k (down) -> + x
 
 A step of one token makes its keys and values beside the first decision: `route_kv` in place of
-`norm_route`, then `gemm_mn` in place of `project_qkv`. The plain path (`attention.py`, `mlp.py`) is
-the specification. Padding tokens skip every group here: nobody reads their outputs.
+`norm_route`, then `gemm_mn` in place of `project_qkv`. `rope_cache` rotates its query too; a
+prompt's are left to the attention that reads them, which may turn only the active ones. The plain
+path (`attention.py`, `mlp.py`) is the specification. Padding tokens skip every group here: nobody
+reads their outputs.
 """
 
 import dataclasses
@@ -32,7 +34,7 @@ from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
 from pallas_kernels.dispatch import SMALL_TOKENS
 from pallas_kernels.project_qkv import Biases, project_qkv
-from pallas_kernels.rope_cache import rope_cache
+from pallas_kernels.rope_cache import Rotation, rope_cache
 from wide_jax.attention import Attention, AttentionInputs
 from wide_jax.cache import LayerCache
 from wide_jax.config import ModelConfig
@@ -205,17 +207,33 @@ def attend(
         y.reshape(rows, tokens, -1, attention.head_dim)
         for y in _projected(attention, decision, kernels)
     )
+    rotation = None
     if cache is None:
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         q, k = (rotate(x, shared.cos, shared.sin) for x in (q, k))
     else:
-        q, k, cache = _cached(attention, q, k, v, shared, cache, kernels)
-    out = _attention(attention, q, k, v, decision, shared, cache, kernels)
+        if not _decodes(shared, tokens):
+            rotation = _rotation(attention, shared)
+        q, k, cache = _cached(attention, q, k, v, shared, cache, kernels, rotation)
+    out = _attention(attention, q, k, v, decision, shared, cache, kernels, rotation)
     out = out.reshape(rows * tokens, -1)
     # Where everything runs, padding's heads are computed though its layout says off.
     zeroed = decision.mask is not None
     return _added(x, out, attention.o_proj, decision, kernels, zeroed=zeroed), cache
+
+
+def _decodes(shared: AttentionInputs, tokens: int) -> bool:
+    """Whether a step with a cache goes through `attention_decode`."""
+    return tokens == 1 and not shared.fresh
+
+
+def _rotation(attention: Attention, shared: AttentionInputs) -> Rotation:
+    """What `attention_prefill` is to do to the queries."""
+    norm = attention.q_norm
+    if norm is None:
+        return Rotation(shared.cos, shared.sin)
+    return Rotation(shared.cos, shared.sin, norm.weight[...], norm.eps)
 
 
 def _cached(
@@ -226,11 +244,15 @@ def _cached(
     shared: AttentionInputs,
     cache: LayerCache,
     kernels: Kernels,
+    rotation: Rotation | None,
 ) -> tuple[Float[Array, "B T Hq d"], Float[Array, "B T Hk d"], LayerCache]:
-    """Queries and keys normed and rotated, and the cache with the new tokens."""
-    norms = attention.q_norm, attention.k_norm
-    q, k, keys, values = rope_cache(
-        q,
+    """Queries and keys normed and rotated, and the cache with the new tokens.
+
+    Queries come back as they are where attention does it: its `rotation`.
+    """
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    rotated, k, keys, values = rope_cache(
+        q if rotation is None else None,
         k,
         v,
         shared.cos,
@@ -238,11 +260,12 @@ def _cached(
         cache.keys,
         cache.values,
         shared.slots,
-        q_norm=None if norms[0] is None else norms[0].weight[...],
-        k_norm=None if norms[1] is None else norms[1].weight[...],
-        eps=0.0 if norms[0] is None else norms[0].eps,
+        q_norm=None if q_norm is None or rotation is not None else q_norm.weight[...],
+        k_norm=None if k_norm is None else k_norm.weight[...],
+        eps=0.0 if k_norm is None else k_norm.eps,
         implementation=kernels.rope_cache,
     )
+    q = q if rotated is None else rotated
     return q, k, dataclasses.replace(cache, keys=keys, values=values)
 
 
@@ -255,6 +278,7 @@ def _attention(
     shared: AttentionInputs,
     cache: LayerCache | None,
     kernels: Kernels,
+    rotation: Rotation | None,
 ) -> Float[Array, "B T Hq d"]:
     layout = None if decision.mask is None else decision.layout
     new = (shared.segment_ids > 0).sum(axis=1, dtype=jnp.int32)
@@ -267,7 +291,7 @@ def _attention(
         assert shared.start is not None  # with a cache there is one
         start, lengths = shared.start, shared.start + new
         k, v = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
-        if q.shape[1] == 1:
+        if _decodes(shared, q.shape[1]):
             out = attention_decode(
                 q[:, 0],
                 k,
@@ -288,6 +312,7 @@ def _attention(
         lengths=lengths,
         segment_ids=segment_ids,
         sliding_window=attention.window,
+        rotation=rotation,
         implementation=kernels.attention_prefill,
     )
 

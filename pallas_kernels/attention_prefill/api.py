@@ -9,6 +9,8 @@ from pallas_kernels._attention.problem import AttentionProblem
 from pallas_kernels._attention.ranges import visible_ranges
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.layout import MaskLayout
+from pallas_kernels.rope_cache.reference import rotated
+from pallas_kernels.rope_cache.rotation import Rotation
 
 
 def attention_prefill(
@@ -23,6 +25,7 @@ def attention_prefill(
     segment_ids: Int[Array, "B S"] | None = None,
     sliding_window: int | None = None,
     scale: float | None = None,
+    rotation: Rotation | None = None,
     implementation: AttentionImplementation | None = None,
     config: AttentionConfig | None = None,
 ) -> Float[Array, "B T Hq d"]:
@@ -34,7 +37,7 @@ def attention_prefill(
     or is padding itself; k and v of slots that hold no token may be NaN.
 
     Args:
-        q: rotated queries, bfloat16, float16 or float32.
+        q: queries, bfloat16, float16 or float32, rotated already if `rotation` is None.
         k: rotated keys of q's dtype, complete (nothing is skipped there): the new tokens' too.
         v: values, like k.
         layout: `mask_layout` over the M = B T tokens, row after row; group g is heads
@@ -45,6 +48,8 @@ def attention_prefill(
         segment_ids: of slots; a segment is a run of equal, non-zero ids, 0 is padding at the ends.
         sliding_window: how many slots a query sees at most, its own included.
         scale: of the logits, by default d ** -0.5.
+        rotation: norms and turns q first; `mosaic` does it while it gathers the active queries.
+            None: q is used as it is.
         implementation: `reference`, `dense` (cuDNN, then zeros), `triton`, `mosaic` (Hopper):
             runs or raises. None: what the table of this device says
             (`pallas_kernels.explain`).
@@ -68,6 +73,8 @@ def attention_prefill(
     if segment_ids is not None and segment_ids.shape != (b, s):
         raise ValueError(f"{op}: segment_ids is {segment_ids.shape}, expected {(b, s)}")
     scale = check_settings(op, sliding_window, scale, d)
+    if rotation is not None:
+        rotation.check(op, b, t, d)
     if 0 in (b, t, s):
         return jnp.zeros(q.shape, q.dtype)
     plain = start is None and first is None and segment_ids is None and s == t
@@ -87,6 +94,8 @@ def attention_prefill(
         from_start,
     )
     chosen, config = resolve(problem, implementation, config)
+    if rotation is not None and chosen != "mosaic":
+        q = rotated(q, rotation.cos, rotation.sin, rotation.norm, rotation.eps)
     if chosen == "dense":
         from pallas_kernels.attention_prefill.dense import attention as dense
 
@@ -122,6 +131,7 @@ def attention_prefill(
         high,
         scale,
         config,
+        rotation=rotation,
         from_start=from_start,
         all_slots_real=lengths is None and first is None and segment_ids is None,
     )

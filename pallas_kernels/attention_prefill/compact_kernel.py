@@ -3,17 +3,22 @@
     program id -> (block of BLOCK slots, row, group), groups fastest; then every head of the group
     slot i of (group, row) = the row's i-th active token:  order[group, before + i]
 
-`scatter_kernel` also writes the zeros: slots past the active ones are the row's skipped tokens.
+`gather_kernel` turns the queries on the way where they are not rotated yet. `scatter_kernel` also
+writes the zeros: slots past the active ones are the row's skipped tokens.
 """
 
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit
+from pallas_kernels.rope_cache.triton import rotated
 
 
 @jit
 def gather_kernel(
     q,  # [B, T, HQ, D]
+    cos,  # [B T, D / 2] float32, read if ROTATED
+    sin,  # [B T, D / 2] float32, read if ROTATED
+    norm,  # [D], read if HAS_NORM
     order,  # [GROUPS, B T] int32
     before,  # [GROUPS, B] int32
     count,  # [GROUPS, B] int32
@@ -32,6 +37,9 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr,  # slots of a block of keys
+    ROTATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
 ):
     """Copy a block of queries and their ranges; work out which blocks of keys they need."""
     PER_GROUP: tl.constexpr = HQ // GROUPS
@@ -61,13 +69,29 @@ def gather_kernel(
         tl.store(four + 1, full_begin)
         tl.store(four + 2, full_end)
         tl.store(four + 3, end)
-        columns = tl.arange(0, BLOCK_D)
-        held = (slots >= 0)[:, None] & (columns < D)[None, :]
-        for i in range(PER_GROUP):
-            head = group * PER_GROUP + i
-            source = (token.to(tl.int64) * HQ + head)[:, None] * D + columns[None, :]
-            target = ((head * rows + row).to(tl.int64) * padded + slots)[:, None] * D + columns
-            tl.store(out + target, tl.load(q + source, mask=held, other=0.0), mask=held)
+        if ROTATED:
+            columns = tl.arange(0, BLOCK_D // 2)
+            held = (slots >= 0)[:, None] & (columns < D // 2)[None, :]
+            angle = token.to(tl.int64)[:, None] * (D // 2) + columns[None, :]
+            c = tl.load(cos + angle, mask=held, other=0.0)
+            s = tl.load(sin + angle, mask=held, other=0.0)
+            for i in range(PER_GROUP):
+                head = group * PER_GROUP + i
+                source = (token.to(tl.int64) * HQ + head)[:, None] * D + columns[None, :]
+                target = ((head * rows + row).to(tl.int64) * padded + slots)[:, None] * D + columns
+                first, second = rotated(
+                    q + source, norm, c, s, columns, held, D, HAS_NORM, EPS, q.dtype.element_ty
+                )
+                tl.store(out + target, first, mask=held)
+                tl.store(out + target + D // 2, second, mask=held)
+        else:
+            columns = tl.arange(0, BLOCK_D)
+            held = (slots >= 0)[:, None] & (columns < D)[None, :]
+            for i in range(PER_GROUP):
+                head = group * PER_GROUP + i
+                source = (token.to(tl.int64) * HQ + head)[:, None] * D + columns[None, :]
+                target = ((head * rows + row).to(tl.int64) * padded + slots)[:, None] * D + columns
+                tl.store(out + target, tl.load(q + source, mask=held, other=0.0), mask=held)
 
 
 @jit

@@ -13,6 +13,7 @@ from pallas_kernels._common.device import current_device
 from pallas_kernels.attention_prefill.facts import MOSAIC_HEAD_SIZES
 from pallas_kernels.attention_prefill.triton import row_counts
 from pallas_kernels.layout import MaskLayout
+from pallas_kernels.rope_cache.rotation import Rotation
 
 TMA_ROWS = 8  # slots come to shared memory in tiles of 8: other counts are padded first
 BLOCK = 64  # queries of a warpgroup, and slots of a program that gathers or scatters
@@ -28,11 +29,13 @@ def attention(
     scale: float,
     config: AttentionConfig | None,
     *,
+    rotation: Rotation | None,
     from_start: bool,
     all_slots_real: bool,
 ) -> Float[Array, "B T Hq d"]:
     """See `reference.attention`. Raises `NotImplementedError` for what the kernel cannot do.
 
+    `rotation` is what the gather does to the queries; None: they are rotated already.
     `from_start` promises that `low` is 0 wherever a query sees anything, `all_slots_real` that no
     slot holds a NaN that nobody should see.
     """
@@ -70,10 +73,16 @@ def attention(
     padded = math.ceil(t / MosaicConfig.BLOCK_M) * MosaicConfig.BLOCK_M
     groups = layout.groups
     blocking: dict[str, Any] = dict(HQ=hq, D=d, GROUPS=groups, BLOCK=BLOCK, BLOCK_D=head_block(d))
+    turning: dict[str, Any] = dict(ROTATED=False, HAS_NORM=False, EPS=0.0)
+    angles = [q, q, q]  # what is not read still takes its place in the kernel's signature
+    if rotation is not None:
+        norm = rotation.norm
+        turning = dict(ROTATED=True, HAS_NORM=norm is not None, EPS=rotation.eps)
+        angles = [rotation.cos, rotation.sin, q if norm is None else norm]
     ranges = jax.ShapeDtypeStruct((groups, b, padded), jnp.int32)
     compact, low_of, high_of, bounds = triton_support.launch(
         gather_kernel,
-        [q, layout.order, before, count, low, high],
+        [q, *angles, layout.order, before, count, low, high],
         [t, b, padded],
         [
             jax.ShapeDtypeStruct((hq, b, padded, d), q.dtype),
@@ -82,8 +91,8 @@ def attention(
             jax.ShapeDtypeStruct((groups, b, padded // BLOCK, 4), jnp.int32),
         ],
         grid=padded // BLOCK * b * groups,
-        constants=blocking | {"KEYS": config.block_n},
-        num_warps=4,
+        constants=blocking | {"KEYS": config.block_n} | turning,
+        num_warps=gather_warps(d, rotated=rotation is not None),
         num_stages=1,
     )
     interpret = None
@@ -114,6 +123,11 @@ def attention(
         num_stages=1,
     )
     return out
+
+
+def gather_warps(d: int, *, rotated: bool) -> int:
+    """Warps of a program that gathers: turning heads of 256 takes twice the registers of 128."""
+    return 8 if rotated and d > 128 else 4
 
 
 def edge_blocks(

@@ -12,7 +12,7 @@ RopeImplementation = Literal["reference", "triton"]
 
 
 def rope_cache(
-    q: Float[Array, "B T Hq d"],
+    q: Float[Array, "B T Hq d"] | None,
     k: Float[Array, "B T Hk d"],
     v: Float[Array, "B T Hk d"],
     cos: Float[Array, "B T half"],
@@ -26,7 +26,7 @@ def rope_cache(
     eps: float = 0.0,
     implementation: RopeImplementation | None = None,
 ) -> tuple[
-    Float[Array, "B T Hq d"],
+    Float[Array, "B T Hq d"] | None,
     Float[Array, "B T Hk d"],
     Float[Array, "B S Hk d"],
     Float[Array, "B S Hk d"],
@@ -38,17 +38,18 @@ def rope_cache(
     (Qwen3). The cache is updated in place where XLA owns its buffers.
 
     Args:
-        q, k, v: projections of the new tokens, bfloat16, float16 or float32.
+        q, k, v: projections of the new tokens, bfloat16, float16 or float32. q is None where
+            `attention_prefill` turns the queries itself: its `Rotation`.
         cos, sin: of every token's angles, float32; `half` is d / 2.
         keys, values: the cache, of any of these dtypes.
         slots: where each token's key and value go; outside [0, S): nowhere (padding).
-        q_norm, k_norm: weights of the head norms, both or none.
+        q_norm, k_norm: weights of the head norms, both or none; without q, k's alone.
         eps: of the head norms.
         implementation: `reference` (jnp) or `triton`: runs or raises. None: `triton` on a CUDA
             device that can, else `reference`.
 
     Returns:
-        q and k rotated, then keys and values.
+        q (None without it) and k rotated, then keys and values.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, with the numbers.
@@ -68,10 +69,9 @@ def rope_cache(
 
 
 def _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm) -> None:
-    batch, tokens, _, d = q.shape
-    heads, capacity = k.shape[2], keys.shape[1]
+    batch, tokens, heads, d = k.shape
+    capacity = keys.shape[1]
     expected: dict[str, tuple[jax.Array, tuple[int, ...]]] = {
-        "k": (k, (batch, tokens, heads, d)),
         "v": (v, (batch, tokens, heads, d)),
         "cos": (cos, (batch, tokens, d // 2)),
         "sin": (sin, (batch, tokens, d // 2)),
@@ -79,16 +79,21 @@ def _check(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm) -> None:
         "values": (values, (batch, capacity, heads, d)),
         "slots": (slots, (batch, tokens)),
     }
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("rope_cache: give q_norm and k_norm, or none of them")
+    if q is not None:
+        expected["q"] = (q, (batch, tokens, q.shape[2], d))
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("rope_cache: give q_norm and k_norm, or none of them")
+    elif q_norm is not None:
+        raise ValueError("rope_cache: q_norm is given without q; it belongs into `Rotation`")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             expected[name] = (weight, (d,))
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise ValueError(f"rope_cache: {name} is {array.shape}, expected {shape}")
-    if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    found = {name: x.dtype.name for name, x in {"q": q, "k": k, "v": v}.items() if x is not None}
+    if len(set(found.values())) > 1 or k.dtype.name not in DTYPES:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
         raise ValueError(
-            f"rope_cache: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: expected one of "
-            f"{', '.join(DTYPES)} for all three"
+            f"rope_cache: dtypes are {given}: expected one of {', '.join(DTYPES)} for all"
         )

@@ -1,15 +1,16 @@
 """The specification of `rope_cache`, and its CPU path."""
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
 def rope_cache(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps):
     """See `pallas_kernels.rope_cache`."""
-    if q_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    if q is not None:
+        q = rotated(q, cos, sin, q_norm, eps)
+    k = rotated(k, cos, sin, k_norm, eps)
     rows = jnp.arange(slots.shape[0])[:, None]
     slots = jnp.where(slots < 0, keys.shape[1], slots)  # a negative index would count from the end
     keys = keys.at[rows, slots].set(k.astype(keys.dtype), mode="drop")
@@ -17,7 +18,16 @@ def rope_cache(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps):
     return q, k, keys, values
 
 
-def _rotated(x, cos, sin):
+def rotated(
+    x: Float[Array, "B T H d"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    norm: Float[Array, " d"] | None,
+    eps: float,
+) -> Float[Array, "B T H d"]:
+    """Every head normed, where there is a norm, and turned by its token's angles."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     turned = (first * cos - second * sin, second * cos + first * sin)

@@ -22,7 +22,7 @@ NUM_WARPS = 4
 def rope_kernel(
     keys,  # [B, S, HK, D], updated in place
     values,  # [B, S, HK, D], updated in place
-    q,  # [M, HQ, D]
+    q,  # [M, HQ, D], read if HQ > 0
     k,  # [M, HK, D]
     v,  # [M, HK, D]
     cos,  # [M, D / 2]
@@ -30,7 +30,7 @@ def rope_kernel(
     slots,  # [M]
     q_norm,  # [D], read if HAS_NORM
     k_norm,  # [D], read if HAS_NORM
-    q_out,  # [M, HQ, D]
+    q_out,  # [M, HQ, D], written if HQ > 0
     k_out,  # [M, HK, D]
     T: tl.constexpr,
     S: tl.constexpr,
@@ -54,13 +54,17 @@ def rope_kernel(
     slot = tl.load(slots + token)
     inside = (slot >= 0) & (slot < S)
     row = (token // T) * S + tl.where(inside, slot, 0)
+    angle = token * (D // 2) + i[None, :]
+    turned = i_ok[None, :] & (block < Q_BLOCKS + K_BLOCKS)
+    c = tl.load(cos + angle, mask=turned, other=0.0)
+    s = tl.load(sin + angle, mask=turned, other=0.0)
 
     if block < Q_BLOCKS:
         heads = block * HEADS + tl.arange(0, HEADS)
         ok = (heads < HQ)[:, None] & i_ok[None, :]
         offset = (token * HQ + heads[:, None]) * D + i[None, :]
-        first, second = _rotated(
-            q + offset, q_norm, cos, sin, token, i, ok, D, HAS_NORM, EPS, q.dtype.element_ty
+        first, second = rotated(
+            q + offset, q_norm, c, s, i, ok, D, HAS_NORM, EPS, q.dtype.element_ty
         )
         tl.store(q_out + offset, first, mask=ok)
         tl.store(q_out + offset + D // 2, second, mask=ok)
@@ -68,8 +72,8 @@ def rope_kernel(
         heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
         ok = (heads < HK)[:, None] & i_ok[None, :]
         offset = (token * HK + heads[:, None]) * D + i[None, :]
-        first, second = _rotated(
-            k + offset, k_norm, cos, sin, token, i, ok, D, HAS_NORM, EPS, k.dtype.element_ty
+        first, second = rotated(
+            k + offset, k_norm, c, s, i, ok, D, HAS_NORM, EPS, k.dtype.element_ty
         )
         tl.store(k_out + offset, first, mask=ok)
         tl.store(k_out + offset + D // 2, second, mask=ok)
@@ -88,12 +92,11 @@ def rope_kernel(
 
 
 @jit
-def _rotated(
-    x,  # pointers to the first halves, [heads, HALF]
-    norm,
-    cos,
-    sin,
-    token,
+def rotated(
+    x,  # pointers to the first halves of heads, [heads, HALF]
+    norm,  # [D], read if HAS_NORM
+    c,  # cos, [heads, HALF] or one row for all
+    s,  # sin, likewise
     i,
     ok,
     D: tl.constexpr,
@@ -104,8 +107,8 @@ def _rotated(
     """Both halves of the heads, normed and turned, in x's dtype."""
     first = tl.load(x, mask=ok, other=0.0).to(tl.float32)
     second = tl.load(x + D // 2, mask=ok, other=0.0).to(tl.float32)
-    i_ok = i < D // 2
     if HAS_NORM:
+        i_ok = i < D // 2
         squares = tl.sum(first * first + second * second, axis=1)
         scale = 1.0 / tl.sqrt_rn(squares / D + EPS)
         w_first = tl.load(norm + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]
@@ -114,39 +117,39 @@ def _rotated(
         second = (w_second * (second * scale[:, None]).to(DTYPE).to(tl.float32)).to(DTYPE)
         first = first.to(tl.float32)
         second = second.to(tl.float32)
-    c = tl.load(cos + token * (D // 2) + i, mask=i_ok, other=0.0)[None, :]
-    s = tl.load(sin + token * (D // 2) + i, mask=i_ok, other=0.0)[None, :]
     return (first * c - second * s).to(DTYPE), (second * c + first * s).to(DTYPE)
 
 
 def rope_cache(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps):
     """See `pallas_kernels.rope_cache`."""
     triton_support.require_device("rope_cache", current_device().capability)
-    batch, tokens, hq, d = q.shape
-    hk, capacity = k.shape[2], keys.shape[1]
-    if q.size == 0:
+    batch, tokens, hk, d = k.shape
+    hq, capacity = 0 if q is None else q.shape[2], keys.shape[1]
+    if k.size == 0:
         return q, k, keys, values
     blocks = math.ceil(hq / HEADS) + 2 * math.ceil(hk / HEADS)
-    # A norm that is not read still takes its place in the kernel's signature.
-    norms = (q, k) if q_norm is None else (q_norm, k_norm)
-    keys, values, q, k = triton_support.launch(
+    # What is not read or written still takes its place in the kernel's signature.
+    queries = k if q is None else q
+    norms = [k if norm is None else norm for norm in (q_norm, k_norm)]
+    q_shape = (1,) if q is None else q.shape
+    keys, values, q_out, k = triton_support.launch(
         rope_kernel,
-        [q, k, v, cos, sin, slots, *norms],
+        [queries, k, v, cos, sin, slots, *norms],
         [],
-        [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)],
+        [jax.ShapeDtypeStruct(q_shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)],
         grid=batch * tokens * blocks,
-        constants=launch_constants(tokens, capacity, hq, hk, d, q_norm is not None, eps),
+        constants=launch_constants(tokens, capacity, hq, hk, d, k_norm is not None, eps),
         num_warps=NUM_WARPS,
         num_stages=1,
         in_place=[keys, values],
     )
-    return q, k, keys, values
+    return None if q is None else q_out, k, keys, values
 
 
 def launch_constants(
     tokens: int, capacity: int, hq: int, hk: int, d: int, has_norm: bool, eps: float
 ) -> dict[str, Any]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of the kernel; hq is 0 without queries."""
     return dict(
         T=tokens,
         S=capacity,

@@ -23,6 +23,9 @@ def test_every_operation_is_covered_and_right(m):
     found = {case.op: judge(case) for case in cheap(m)}
     ops = {"gemm_mn", "swiglu_up", "gemm_k", "project_qkv", "rope_cache", "norm_route", "rms_norm"}
     assert {op.split()[0] for op in found} >= ops | ({"route_kv"} if m == 1 else set())
+    assert "rope_cache (no queries)" in found
+    rotating = {"attention_prefill (rotated)", "attention_prefill (normed)"}
+    assert rotating & found.keys() == (rotating if m > 1 else set())
     for verdict in found.values():
         assert verdict.passed, verdict
         assert row(verdict)[-1] == "[green]ok[/green]"

@@ -12,6 +12,7 @@ import pallas_kernels
 from pallas_kernels._attention.config import AttentionConfig
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
+from pallas_kernels.rope_cache import Rotation
 from tests.kernels.contract import running
 
 KEY = jax.random.key(6)
@@ -104,7 +105,11 @@ def _decode_of_rows(q, k, v, mask, *, lengths, function, **kwargs):
 
 def _run(function, operands, mask, implementation, config, ranges):
     static = {name: r for name, r in ranges.items() if name in ("sliding_window", "scale")}
-    arrays = {name: jnp.asarray(r) for name, r in ranges.items() if name not in static}
+    arrays = {
+        name: r if isinstance(r, Rotation) else jnp.asarray(r)
+        for name, r in ranges.items()
+        if name not in static
+    }
 
     @jax.jit
     def call(operands, mask, arrays):

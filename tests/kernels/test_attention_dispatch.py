@@ -27,6 +27,7 @@ from pallas_kernels._common.testing import interpreted
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
 from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
 from pallas_kernels.attention_prefill.flash_kernel import flash_kernel
+from pallas_kernels.attention_prefill.mosaic import gather_warps
 from pallas_kernels.dispatch import choose, config_for, default_config, facts
 
 LLAMA = dict(hq=32, hk=8, d=128, group=4)
@@ -184,11 +185,14 @@ def test_the_benchmark_writes_complete_records(fake_gpu, tmp_path, monkeypatch):
     rows = eval.bench_kernels.main(config)
     assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == len(rows)
     assert {row["op"] for row in rows} == {"copy", "rope_cache", *OPS}
-    assert eval.bench_kernels.table(rows).row_count == 7  # what dispatch runs, and the copy
+    assert eval.bench_kernels.table(rows).row_count == 8  # what dispatch runs, and the copy
     rotations = [row for row in rows if row["op"] == "rope_cache"]
     assert [(row["shape"]["t"], row["implementation"]) for row in rotations] == [
-        (tokens, name) for tokens in (1, 40) for name in ("reference", "triton")
+        *((tokens, name) for tokens in (1, 40) for name in ("reference", "triton")),
+        *((40, name) for name in ("queries before attention", "queries in attention")),
     ]
+    assert [row["sparsity"] for row in rotations[:4]] == [0.0] * 4
+    assert all(0.3 < row["sparsity"] < 0.7 for row in rotations[4:])
     assert not config.plots.exists()  # they are of products
     for op, form in zip(OPS, ("flash", "decode"), strict=True):
         of_op = [row for row in rows if row["op"] == op]
@@ -335,11 +339,12 @@ INTS = dict.fromkeys(("order", "before", "count", "low", "high", "total"), "*i32
 INTS |= dict.fromkeys(("low_out", "high_out", "bounds"), "*i32")
 INTS |= dict.fromkeys(("T", "rows", "padded", "splits"), "i32")
 SHAPE = dict(HQ=32, D=128, GROUPS=8)
+PLAIN = dict(ROTATED=False, HAS_NORM=False, EPS=0.0)
 OTHERS = {
     "gather": (
         gather_kernel,
-        {"q": "*bf16", "out": "*bf16"},
-        dict(SHAPE, BLOCK=64, BLOCK_D=128, KEYS=192),
+        dict.fromkeys(("q", "cos", "sin", "norm", "out"), "*bf16"),
+        dict(SHAPE, BLOCK=64, BLOCK_D=128, KEYS=192, **PLAIN),
     ),
     "scatter": (
         scatter_kernel,
@@ -362,6 +367,23 @@ def test_other_kernels_compile_without_spills(name, device):
     found = compile_usage(kernel, signature, constants, device.capability, 4, 1)
     assert found.spills == 0
     assert found.shared_memory <= device.shared_memory_per_block
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_gather_that_rotates_compiles_without_spills(d, normed, device):
+    signature = {n: t for n, t in INTS.items() if n in gather_kernel.arg_names}
+    signature |= dict.fromkeys(("q", "norm", "out"), "*bf16") | dict.fromkeys(
+        ("cos", "sin"), "*fp32"
+    )
+    turning = dict(ROTATED=True, HAS_NORM=normed, EPS=1e-6)
+    constants = dict(HQ=32, D=d, GROUPS=8, BLOCK=64, BLOCK_D=d, KEYS=192, **turning)
+    found = compile_usage(
+        gather_kernel, signature, constants, device.capability, gather_warps(d, rotated=True), 1
+    )
+    assert found.spills == 0
+    assert not found.instructions & {"red.", "atom."}
 
 
 def mosaic_lowered(d: int, config: MosaicConfig, *, bounded: bool) -> str:

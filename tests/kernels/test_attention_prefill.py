@@ -1,5 +1,7 @@
 """Prefill attention: the contract of the pruned ops, and every range of visible keys."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ import pallas_kernels
 from pallas_kernels._attention.config import FlashConfig, MosaicConfig
 from pallas_kernels._common.testing import PATTERNS, interpreted, random_mask
 from pallas_kernels.attention_prefill import attention_prefill
+from pallas_kernels.rope_cache import Rotation, rope_cache
+from pallas_kernels.rope_cache.reference import rotated
 from tests.kernels.attention import (
     HEAD_SIZES,
     HEADS,
@@ -18,7 +22,7 @@ from tests.kernels.attention import (
     prefill,
     visible,
 )
-from tests.kernels.contract import ON_GPU, poison_memory
+from tests.kernels.contract import ON_GPU, poison_memory, running
 
 SMALL = AttentionShape(b=2, t=70, s=70, hq=4, hk=2, d=64, groups=2)
 TRITON = FlashConfig(32, 32, 4, 2)  # small tiles, so that small shapes have several
@@ -103,6 +107,83 @@ def test_mosaic_on_whole_ragged_rows():
     past = (jnp.arange(150) >= jnp.array(lengths)[:, None])[:, :, None, None]
     operands = (q, jnp.where(past, jnp.nan, k), jnp.where(past, jnp.nan, v))
     check(shape, half(shape), "mosaic", config=MOSAIC, operands=operands, lengths=lengths)
+
+
+def rotation(shape: AttentionShape, dtype: str, *, normed: bool) -> Rotation:
+    angles = np.random.default_rng(3).uniform(-3, 3, (shape.b, shape.t, shape.d // 2))
+    norm = jnp.linspace(0.5, 1.5, shape.d).astype(dtype) if normed else None
+    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    return Rotation(cos, sin, norm, 1e-6 if normed else 0.0)
+
+
+def rotated_before(q, k, v, turning: Rotation, implementation):
+    """The queries as `rope_cache` gives them to an attention that does not rotate."""
+    new, slots = k[:, : q.shape[1]], jnp.full(q.shape[:2], -1, jnp.int32)
+
+    @jax.jit
+    def call(q, new, k, turning):
+        return rope_cache(
+            *(q, new, new, turning.cos, turning.sin, k, k, slots),
+            q_norm=turning.norm,
+            k_norm=turning.norm,
+            eps=turning.eps,
+            implementation=implementation,
+        )[0]
+
+    with running(implementation):
+        return jax.block_until_ready(call(q, new, k, turning))
+
+
+def check_rotation(shape, implementation, dtype, config, *, normed, **ranges):
+    """Bit for bit what rotating first gives, and right, whatever skipped queries hold."""
+    q, k, v = shape.operands(dtype)
+    mask = half(shape)
+    on = jnp.repeat(mask.reshape(shape.b, shape.t, -1), shape.hq // shape.groups, axis=-1)
+    poisoned = jnp.where(on[..., None], q, jnp.nan)
+    turning = rotation(shape, dtype, normed=normed)
+    got = prefill((poisoned, k, v), mask, implementation, config, rotation=turning, **ranges)
+    if not ON_GPU:  # where a head's sum of squares may be added up in another order
+        rope = "triton" if implementation == "mosaic" else "reference"
+        before = rotated_before(poisoned, k, v, turning, rope)
+        wanted = prefill((before, k, v), mask, implementation, config, **ranges)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+    exact = rotated(q, turning.cos, turning.sin, turning.norm, turning.eps)
+    assert_right(got, (exact, k, v), mask, visible(shape, **ranges))
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("d", [64, 80, 96])
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_queries_are_rotated_first(implementation, d, normed):
+    shape = AttentionShape(b=2, t=20, s=30, hq=4, hk=2, d=d, groups=2)
+    ranges = dict(start=[5, 10], lengths=[25, 17], first=[2, 0])
+    dtype = "float32" if d == 80 else "bfloat16"
+    check_rotation(
+        shape, implementation, dtype, KERNELS.get(implementation), normed=normed, **ranges
+    )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="XLA on a CPU has no cuDNN")
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_dense_rotates_first(normed):
+    shape = AttentionShape(b=2, t=70, s=70, hq=4, hk=2, d=96, groups=2)
+    check_rotation(shape, "dense", "bfloat16", None, normed=normed, lengths=[70, 33])
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(
+    ("d", "dtype", "normed", "tokens", "slots", "ranges"),
+    [
+        (64, "bfloat16", False, 70, 70, dict(lengths=[70, 40])),
+        (64, "float16", True, 150, 200, dict(start=[20, 50], lengths=[150, 200])),
+        (128, "bfloat16", True, 70, 70, dict(first=[50, 7])),
+        (256, "float16", True, 70, 70, {}),
+    ],
+    ids=["ragged", "chunk", "left_padded", "wide_heads"],
+)
+def test_mosaic_rotates_the_queries_that_it_gathers(d, dtype, normed, tokens, slots, ranges):
+    shape = AttentionShape(b=2, t=tokens, s=slots, hq=2, hk=1, d=d, groups=2)
+    check_rotation(shape, "mosaic", dtype, MOSAIC, normed=normed, **ranges)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -246,6 +327,14 @@ def test_refusals():
         call(scale=-1.0)
     with pytest.raises(ValueError, match="unknown implementation='cuda'"):
         call(implementation="cuda")
+    turning = rotation(SMALL, "bfloat16", normed=True)
+    for change, message in {
+        "cos": (turning.cos[:, 1:], r"rotation.cos is \(2, 69, 32\), expected \(2, 70, 32\)"),
+        "norm": (turning.norm[:32], r"rotation.norm is \(32,\), expected \(64,\)"),
+        "sin": (turning.sin.astype(q.dtype), "float32 and bfloat16, expected float32"),
+    }.items():
+        with pytest.raises(ValueError, match=message[1]):
+            call(rotation=dataclasses.replace(turning, **{change: message[0]}))
     with pytest.raises(ValueError, match="segment_ids"):
         call(segment_ids=jnp.ones((2, 69), jnp.int32))
     with pytest.raises(NotImplementedError, match="whole rows from slot 0"):

@@ -75,6 +75,21 @@ def test_rotation_and_cache(shape, dtype, normed, implementation):
         np.testing.assert_array_equal(np.asarray(after), wanted)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_without_queries_keys_and_cache_are_the_same(normed, implementation):
+    """Where attention turns the queries itself."""
+    (q, *arrays), slots = operands(SHAPES[2], "float32")
+    norm = jnp.linspace(0.5, 1.5, SHAPES[2][-1]) if normed else None
+    options = dict(k_norm=norm, eps=EPS, implementation=implementation)
+    with running(implementation):
+        _, *wanted = rope_cache(q, *arrays, slots, q_norm=norm, **options)
+        none, *got = rope_cache(None, *arrays, slots, **options)
+    assert none is None
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_misfits_are_refused_with_numbers():
     arrays, slots = operands(SHAPES[0], "float32")
@@ -82,17 +97,22 @@ def test_misfits_are_refused_with_numbers():
         rope_cache(*arrays[:5], arrays[5][..., :32], arrays[6], slots)
     with pytest.raises(ValueError, match="q_norm and k_norm, or none"):
         rope_cache(*arrays, slots, q_norm=jnp.ones(64))
-    with pytest.raises(ValueError, match="expected one of bfloat16"):
+    with pytest.raises(ValueError, match="q_norm is given without q"):
+        rope_cache(None, *arrays[1:], slots, q_norm=jnp.ones(64), k_norm=jnp.ones(64))
+    with pytest.raises(ValueError, match=r"q is \(2, 2, 4, 64\), expected \(2, 3, 4, 64\)"):
+        rope_cache(arrays[0][:, 1:], *arrays[1:], slots)
+    with pytest.raises(ValueError, match="q bfloat16, k float32, v float32: expected one of"):
         rope_cache(arrays[0].astype("bfloat16"), *arrays[1:], slots)
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
 @pytest.mark.parametrize("normed", [False, True])
-def test_kernel_compiles_without_spills(device, normed):
+@pytest.mark.parametrize("hq", [0, 32], ids=["without queries", "with queries"])
+def test_kernel_compiles_without_spills(device, hq, normed):
     kind = TYPE_NAMES["bfloat16"]
     names = ("keys", "values", "q", "k", "v", "q_norm", "k_norm", "q_out", "k_out")
     signature = dict.fromkeys(names, kind) | {"cos": "*fp32", "sin": "*fp32", "slots": "*i32"}
-    constants = launch_constants(4096, 8192, 32, 8, 128, normed, EPS)
+    constants = launch_constants(4096, 8192, hq, 8, 128, normed, EPS)
     found = compile_usage(
         rope_kernel, signature, constants, device.capability, NUM_WARPS, num_stages=1
     )

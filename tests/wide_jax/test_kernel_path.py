@@ -20,6 +20,7 @@ from wide_jax.engine import automatic_kernels, plan, use_kernels
 from wide_jax.generate import _decode_until, generate, prefill
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import attention_inputs
+from wide_jax.params import BaseParam
 from wide_jax.routing import AllOn, Argmax, Forced, GumbelSoftmax, Masks
 
 PROMPTS = [[5, 9, 11], [3, 1, 4, 1, 5, 9, 2], [7] * 13]
@@ -278,6 +279,65 @@ def test_a_step_of_one_token_routes_with_keys_and_values(name, route_kv_calls):
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="route_kv: the triton implementation needs"):
             _steps(fast, tokens)
+
+
+@pytest.fixture
+def rotations(monkeypatch):
+    """What every `rope_cache` that is traced turns, and every `attention_prefill`."""
+    found = []
+    originals = pruned.rope_cache, pruned.attention_prefill
+
+    def rope(q, *arguments, **options):
+        found.append("step" if q is not None else "keys")
+        return originals[0](q, *arguments, **options)
+
+    def attention(*arguments, rotation, **options):
+        found.append("as they are" if rotation is None else "queries")
+        return originals[1](*arguments, rotation=rotation, **options)
+
+    monkeypatch.setattr(pruned, "rope_cache", rope)
+    monkeypatch.setattr(pruned, "attention_prefill", attention)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_attention_rotates_the_queries_of_a_prompt(name, rotations):
+    """Into an empty cache and against a cached prefix, in ragged rows; Triton's kernels run."""
+    plain, fast = pair(**VARIANTS[name])
+    use_kernels(fast, Kernels(rope_cache="triton", attention_prefill="triton"))
+    ids = jax.random.randint(jax.random.key(8), (2, 13), 0, 61)
+    found = []
+    for model in (plain, fast):
+        cache = KVCache.empty(model.config, 2, 14, jnp.float32)
+        chunks = (ids[:, :7], jnp.array([7, 5]), True), (ids[:, 7:], jnp.array([6, 2]), False)
+        for chunk, lengths, fresh in chunks:
+            with running("triton" if model is fast else None):
+                logits, cache, _ = jax.block_until_ready(
+                    prefill(*nnx.split(model), chunk, lengths, cache, Argmax(), fresh=fresh)
+                )
+            found.append((logits, [np.asarray(layer.keys) for layer in cache.layers]))
+    for (wanted, keys), (got, ours) in zip(found[:2], found[2:], strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+        np.testing.assert_allclose(ours, keys, atol=1e-5)
+    assert rotations == ["keys", "queries"] * fast.config.num_hidden_layers * 2
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="an interpreter's")
+def test_the_kernel_for_hopper_rotates_the_queries_of_a_prompt():
+    sizes = dict(num_hidden_layers=1, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    plain, fast = pair(qk_norm=True, **sizes)
+    use_kernels(fast, Kernels(rope_cache="triton", attention_prefill="mosaic"))
+    found = []
+    for model in (plain, fast):
+        graphdef, base, rest = nnx.split(model, BaseParam, ...)
+        state = nnx.merge_state(jax.tree.map(lambda a: a.astype(jnp.bfloat16), base), rest)
+        cache = KVCache.empty(model.config, 2, 16, jnp.bfloat16)
+        prompt = jnp.arange(18).reshape(2, 9), jnp.array([9, 4])
+        with running("mosaic" if model is fast else None):
+            logits, *_ = prefill(graphdef, state, *prompt, cache, AllOn(), fresh=True)
+            found.append(np.asarray(logits, np.float32))
+    wanted, got = found
+    assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
 
 
 def test_a_step_of_given_masks_pays_for_routing_with_keys_and_values(route_kv_calls):
