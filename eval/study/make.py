@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from eval.scoring import full_precision
+from eval.study.locks import Lock, Turn
 from eval.study.plan import Row
 from eval.study.settings import THRESHOLDS, Settings
 from train.corpus import Recipe, token_cache
@@ -44,15 +44,18 @@ def make(row: Row, settings: Settings, console: Console) -> None:
     """Train the row, or set its thresholds; a training that was cut short goes on.
 
     Of several processes one trains at a time, so that rows are finished one after the other: the
-    others wait after their first update, by which they have compiled. Of those with one program one
-    compiles it, and the others find it in the compile cache.
+    others wait after their first update, by which they have compiled, and rows of lower waves go
+    first. Of those with one program one compiles it, and the others find it in the compile cache.
     """
     if settings.is_made(row):
         return
     if row.method == "threshold":
         _set_thresholds(row, settings, console)
         return
-    with _Lock(settings, row.program) as compiling, _Lock(settings, "training") as training:
+    with (
+        Lock(settings.locks, row.program) as compiling,
+        Turn(settings.locks, "training", row.wave) as training,
+    ):
         stage1 = None if row.parent is None else settings.folder(row.parent)
         compiling.hold()
 
@@ -72,7 +75,7 @@ def rehearse(row: Row, settings: Settings, console: Console) -> None:
     A stage-2 row is rehearsed on new routers, so that it need not wait for its stage 1.
     """
     with (
-        _Lock(settings, row.program) as compiling,
+        Lock(settings.locks, row.program) as compiling,
         tempfile.TemporaryDirectory(prefix="rehearsal-", dir=settings.out) as scratch,
     ):
         compiling.hold()
@@ -82,29 +85,6 @@ def rehearse(row: Row, settings: Settings, console: Console) -> None:
             _untrained(row.parent, settings, stage1)
         with contextlib.suppress(_RehearsedError):
             train(row, settings, console, Path(scratch) / "run", on_record=_stop, stage1=stage1)
-
-
-class _Lock:
-    """What one process of the study does at a time. Leaving it, by whatever way, releases it."""
-
-    def __init__(self, settings: Settings, name: str):
-        folder = settings.out / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / name).open("w")
-
-    def __enter__(self) -> "_Lock":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def hold(self) -> None:
-        """Wait until no other process holds it; held already: at once."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def release(self) -> None:
-        """Let another process have it."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def train(

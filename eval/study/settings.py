@@ -99,6 +99,11 @@ class Settings:
         """The row's run folder."""
         return self.out / "rows" / row.id
 
+    @property
+    def locks(self) -> Path:
+        """Where processes agree on whose turn it is."""
+        return self.out / "locks"
+
     def is_made(self, row: Row) -> bool:
         """Whether the row's model is there; the dense one always is."""
         if row.method == "dense":

@@ -8,6 +8,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -21,6 +23,7 @@ from eval.study import document, schedule
 from eval.study.__main__ import main
 from eval.study.figures import figures
 from eval.study.findings import bootstrap, difference, read
+from eval.study.locks import Turn
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
@@ -385,6 +388,35 @@ def test_one_rehearsal_serves_all_rows_of_its_program(empty):
     assert len(outcome.finished) == 4
     assert machine.events.count(f"rehearse {STAGE2}.perplexity") == 1
     assert f"rehearse {other}.perplexity" not in machine.events
+
+
+def test_rows_of_lower_waves_train_first(empty):
+    """Whoever waited longer; and one that was killed while it waited keeps nobody waiting."""
+    order = []
+    killed = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    (empty.locks).mkdir()
+    (empty.locks / f"training.0.{int(killed.stdout)}.1").touch()
+
+    def train(wave):
+        with Turn(empty.locks, "training", wave) as turn:
+            turn.hold()
+            turn.hold()  # as after every update
+            order.append(wave)
+
+    with Turn(empty.locks, "training", 2) as first:
+        first.hold()
+        threads = [threading.Thread(target=train, args=(wave,)) for wave in (7, 3, 1)]
+        for number, thread in enumerate(threads, start=1):
+            thread.start()
+            while len(list((empty.locks).glob("training.[137].*"))) < number:
+                time.sleep(0.01)
+        assert not order
+        first.release()
+        for thread in threads:
+            thread.join(timeout=20)
+    assert order == [1, 3, 7]
 
 
 def test_a_failed_job_stops_only_what_needs_it(empty):
