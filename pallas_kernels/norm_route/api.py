@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import DTYPES
-from pallas_kernels._common.problem import SMALL_TOKENS
 
+STEP_TOKENS = 4  # a step's programs each read all tokens: of more, one kernel after another
 RouteImplementation = Literal["reference", "triton"]
 
 
@@ -59,7 +59,7 @@ def norm_route(
         ValueError: shapes or dtypes that do not fit together, with the numbers.
         NotImplementedError: the named implementation cannot run here; or the result of the kernel
             is being differentiated, or batched by `jax.vmap` where the kernel updates a buffer
-            in place (up to 64 tokens).
+            in place (up to 4 tokens).
     """
     counter = jnp.zeros((1,), jnp.int32)
     normed, mask, _ = norm_route_step(
@@ -86,7 +86,7 @@ def norm_route_step(
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"], Int32[Array, "1"]]:
     """`norm_route` with the counter that its programs meet at, for loops that keep one.
 
-    Up to 64 tokens the program that finishes last decides, and counts for that. The counter is 0
+    Up to 4 tokens the program that finishes last decides, and counts for that. The counter is 0
     before and after: passed on from call to call it is never written by anything else, where
     `norm_route` has XLA make a zero for every call (about a microsecond each).
 
@@ -100,7 +100,7 @@ def norm_route_step(
         case "triton":
             if x.shape[0] == 0:  # nothing to launch
                 from pallas_kernels.norm_route.reference import norm_route as run
-            elif x.shape[0] <= SMALL_TOKENS:
+            elif x.shape[0] <= STEP_TOKENS:
                 from pallas_kernels.norm_route.triton import few_tokens
 
                 return few_tokens(x, norm_weight, weights, counter, eps, threshold)

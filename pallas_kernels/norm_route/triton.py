@@ -1,18 +1,24 @@
-"""`norm_route` in Triton: one pass over x for many tokens, one short kernel for few.
+"""`norm_route` in Triton: one kernel for many tokens, two for fewer, a short one for a step.
 
 Many tokens (`rows_kernel`): a program takes BLOCK_M tokens through all of D twice. The first pass
 adds up squares and the compressor's sums, the second, from the L2 cache, writes the normed values.
+Where that would be few programs, each of them slow, the channels are split too:
+
+    sum_rows_kernel      (block of tokens, slice of D)         squares and sums of the slice
+    finish_rows_kernel   (block of tokens, 0 or 1 + slice)     0: adds the sums up and decides
+                                                               else: normed values of the slice
 
     bfloat16 x:  x w = x high + x middle + x low, w = high + middle + low in bfloat16: three
                  products on the tensor cores, exact before their float32 sum (24 bits of w)
     other x:     float32 products on the ordinary units
 
-Few tokens (`step_kernel`): the compressor's 16 KB a row would keep one multiprocessor busy for
+Up to 4 tokens (`step_kernel`): the compressor's 16 KB a row would keep one multiprocessor busy for
 microseconds, so each of the R rows has a program of its own, which also writes 1/R of the normed
 values; the program that finishes last turns the R sums into decisions.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,6 +33,8 @@ from pallas_kernels._common.jit import jit
 from pallas_kernels.norm_route.api import RouterWeights
 
 MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
+PROGRAMS = 1024  # of fewer tokens the channels are split until there are so many programs
+MOST_SLICES = 16
 BLOCK_G = 32  # groups decided at a time
 STEP_BLOCK_G = 128  # the same in a step, where a round trip to memory is what a group costs
 STEP_MAP = 4096  # numbers of the second map that a step holds at once: of higher ranks fewer groups
@@ -72,11 +80,119 @@ def rows_kernel(
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_ok = tokens < M
     x_row = x + tokens.to(tl.int64)[:, None] * D
+    squares, z = _sums(x_row, token_ok, compressor, 0, D, D, R, PARTS, RANKS, BLOCK_M, BLOCK_D)
+    _decide_rows(
+        z, compressor_bias, router, router_bias, mask, tokens, token_ok, R, GROUPS, THRESHOLD,
+        RANKS, BLOCK_G,
+    )  # fmt: skip
+    out_row = normed + tokens.to(tl.int64)[:, None] * D
+    _write_normed(x_row, out_row, token_ok, squares, norm_weight, 0, D, D, EPS, BLOCK_D)
+
+
+@jit
+def sum_rows_kernel(
+    x,  # [M, D]
+    compressor,  # [PARTS, R, D], parts that add up to the weight
+    M,
+    squares,  # [SLICES, M]
+    z,  # [SLICES, M, R], without the compressor's bias
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,  # channels, a multiple of BLOCK_D
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """BLOCK_M tokens: squares and the compressor's sums of one slice of the channels."""
+    pid = tl.program_id(0)
+    tokens = pid // SLICES * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_ok = tokens < M
+    ranks = tl.arange(0, RANKS)
+    start = pid % SLICES * SLICE
+    some, sums = _sums(
+        x + tokens.to(tl.int64)[:, None] * D, token_ok, compressor, start,
+        tl.minimum(start + SLICE, D), D, R, PARTS, RANKS, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    row = (pid % SLICES).to(tl.int64) * M + tokens
+    tl.store(squares + row, some, mask=token_ok)
+    ok = token_ok[:, None] & (ranks < R)[None, :]
+    tl.store(z + row[:, None] * R + ranks[None, :], sums, mask=ok)
+
+
+@jit
+def finish_rows_kernel(
+    x,  # [M, D]
+    norm_weight,  # [D]
+    compressor_bias,  # [R]
+    router,  # [2 GROUPS, R]
+    router_bias,  # [2 GROUPS]
+    squares,  # [SLICES, M]
+    z,  # [SLICES, M, R]
+    M,
+    normed,  # [M, D]
+    mask,  # [M, GROUPS] bool
+    D: tl.constexpr,
+    R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+    ALL_SLICES: tl.constexpr,  # SLICES rounded up to a power of two
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """BLOCK_M tokens: their decisions, or the normed values of one slice of the channels."""
+    pid = tl.program_id(0)
+    piece = pid % (SLICES + 1)
+    tokens = pid // (SLICES + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_ok = tokens < M
+    slices = tl.arange(0, ALL_SLICES)
+    row = slices.to(tl.int64)[:, None] * M + tokens[None, :]
+    row_ok = (slices < SLICES)[:, None] & token_ok[None, :]
+    if piece == 0:
+        ranks = tl.arange(0, RANKS)
+        every = tl.load(
+            z + row[:, :, None] * R + ranks[None, None, :],
+            mask=row_ok[:, :, None] & (ranks < R)[None, None, :],
+            other=0.0,
+        )
+        _decide_rows(
+            tl.sum(every, axis=0), compressor_bias, router, router_bias, mask, tokens, token_ok,
+            R, GROUPS, THRESHOLD, RANKS, BLOCK_G,
+        )  # fmt: skip
+    else:
+        some = tl.sum(tl.load(squares + row, mask=row_ok, other=0.0), axis=0)
+        at = tokens.to(tl.int64)[:, None] * D
+        start = (piece - 1) * SLICE
+        end = tl.minimum(start + SLICE, D)
+        _write_normed(x + at, normed + at, token_ok, some, norm_weight, start, end, D, EPS, BLOCK_D)
+
+
+@jit
+def _sums(
+    x_row,
+    token_ok,
+    compressor,
+    start,
+    end,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Squares `[BLOCK_M]` and the compressor's sums `[BLOCK_M, RANKS]` of channels start to end."""
     ranks = tl.arange(0, RANKS)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     z = tl.zeros((BLOCK_M, RANKS), tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for first in range(start, end, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
         a = tl.load(x_row + d[None, :], mask=token_ok[:, None] & (d < D)[None, :], other=0.0)
         a32 = a.to(tl.float32)
         squares += tl.sum(a32 * a32, axis=1)
@@ -91,8 +207,27 @@ def rows_kernel(
             else:
                 step = tl.dot(a, w, step)
         z += step
-    z += tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)[None, :]
+    return squares, z
 
+
+@jit
+def _decide_rows(
+    z,  # [BLOCK_M, RANKS], without the compressor's bias
+    compressor_bias,
+    router,
+    router_bias,
+    mask,
+    tokens,
+    token_ok,
+    R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Write the decisions of a block of tokens."""
+    ranks = tl.arange(0, RANKS)
+    z += tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)[None, :]
     for first in range(0, GROUPS, BLOCK_G):
         groups = first + tl.arange(0, BLOCK_G)
         execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
@@ -103,10 +238,24 @@ def rows_kernel(
             mask=token_ok[:, None] & (groups < GROUPS)[None, :],
         )
 
+
+@jit
+def _write_normed(
+    x_row,
+    out_row,
+    token_ok,
+    squares,  # [BLOCK_M], of all channels
+    norm_weight,
+    start,
+    end,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write channels start to end of the normed tokens."""
     scale = 1.0 / tl.sqrt_rn(squares / D + EPS)
-    out_row = normed + tokens.to(tl.int64)[:, None] * D
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for first in range(start, end, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
         ok = token_ok[:, None] & (d < D)[None, :]
         a = tl.load(x_row + d[None, :], mask=ok, other=0.0)
         weight = tl.load(norm_weight + d, mask=d < D, other=0.0)
@@ -273,7 +422,7 @@ def few_tokens(
     eps: float,
     threshold: float,
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"], Int32[Array, "1"]]:
-    """See `pallas_kernels.norm_route_step`; up to 64 tokens."""
+    """See `pallas_kernels.norm_route_step`; up to `STEP_TOKENS` tokens."""
     triton_support.require_device("norm_route", current_device().capability)
     m, rank = x.shape[0], weights.compressor.shape[0]
     counter, normed, mask, _ = triton_support.launch(
@@ -299,20 +448,64 @@ def many_tokens(
 ) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"]]:
     """See `pallas_kernels.norm_route`."""
     triton_support.require_device("norm_route", current_device().capability)
-    m = x.shape[0]
-    constants = rows_constants(m, x.shape[1], x.dtype.name, weights, eps, threshold)
+    (m, hidden), rank = x.shape, weights.compressor.shape[0]
+    constants = rows_constants(m, hidden, x.dtype.name, weights, eps, threshold)
     parts = split(weights.compressor) if constants["PARTS"] == 3 else weights.compressor
+    blocks = math.ceil(m / constants["BLOCK_M"])
+    slices, sizes = slicing(m, hidden, constants)
+    settings: dict[str, Any] = dict(num_warps=NUM_WARPS, num_stages=3)
+    if slices == 1:
+        normed, mask = triton_support.launch(
+            rows_kernel,
+            [x, norm_weight, parts, *weights[1:]],
+            [m],
+            _outputs(x, weights),
+            grid=blocks,
+            constants=constants,
+            **settings,
+        )
+        return normed, mask
+    squares, z = triton_support.launch(
+        sum_rows_kernel,
+        [x, parts],
+        [m],
+        [
+            jax.ShapeDtypeStruct((slices, m), jnp.float32),
+            jax.ShapeDtypeStruct((slices, m, rank), jnp.float32),
+        ],
+        grid=blocks * slices,
+        constants=taken_by(sum_rows_kernel, constants | sizes),
+        **settings,
+    )
     normed, mask = triton_support.launch(
-        rows_kernel,
-        [x, norm_weight, parts, *weights[1:]],
+        finish_rows_kernel,
+        [x, norm_weight, *weights[1:], squares, z],
         [m],
         _outputs(x, weights),
-        grid=math.ceil(m / constants["BLOCK_M"]),
-        constants=constants,
-        num_warps=NUM_WARPS,
-        num_stages=3,
+        grid=blocks * (slices + 1),
+        constants=taken_by(finish_rows_kernel, constants | sizes),
+        **settings,
     )
     return normed, mask
+
+
+def slicing(m: int, hidden: int, constants: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+    """Slices of the channels, and the constants that say so; 1: the blocks of tokens are enough."""
+    block_d = constants["BLOCK_D"]
+    steps = math.ceil(hidden / block_d)
+    wanted = min(MOST_SLICES, PROGRAMS // math.ceil(m / constants["BLOCK_M"]), steps)
+    if m >= MANY_TOKENS or wanted < 2:
+        return 1, {}
+    a_slice = math.ceil(steps / wanted)
+    slices = math.ceil(steps / a_slice)
+    return slices, dict(
+        SLICES=slices, SLICE=a_slice * block_d, ALL_SLICES=triton.next_power_of_2(slices)
+    )
+
+
+def taken_by(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the constants that the kernel has."""
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
 def _outputs(x: Float[Array, "M D"], weights: RouterWeights) -> list[jax.ShapeDtypeStruct]:

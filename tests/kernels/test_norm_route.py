@@ -8,13 +8,18 @@ import pytest
 from pallas_kernels import RouterWeights, norm_route, norm_route_step
 from pallas_kernels._common.cubin import TYPE_NAMES, compile_usage
 from pallas_kernels._common.device import KNOWN_DEVICES
+from pallas_kernels.norm_route.api import STEP_TOKENS
 from pallas_kernels.norm_route.triton import (
     NUM_WARPS,
+    finish_rows_kernel,
     rows_constants,
     rows_kernel,
+    slicing,
     split,
     step_constants,
     step_kernel,
+    sum_rows_kernel,
+    taken_by,
 )
 from tests.kernels.contract import ON_GPU, running
 
@@ -24,12 +29,16 @@ SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
     (5, 128, 16, 112),
     (1, 64, 128, 70),  # more groups than a step decides at once
     (3, 64, 16, 130),
+    (4, 576, 32, 24),
     (64, 64, 8, 3),
+    (8, 192, 20, 40),
     (65, 576, 32, 24),
     (130, 192, 20, 40),
+    (70, 48, 16, 5),  # one slice of the channels
 ]
 if ON_GPU:
     SHAPES += [(1, 4096, 32, 112), (16384, 4096, 32, 112), (4097, 5120, 16, 8), (16, 4096, 32, 8)]
+    SHAPES += [(128, 4096, 32, 112), (1000, 4096, 32, 112), (8192, 4096, 32, 8)]
 
 
 def operands(m, hidden, rank, groups, dtype, seed=0):
@@ -99,7 +108,7 @@ def test_a_token_does_not_depend_on_its_neighbours(m, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("m", [1, 64, 65])
+@pytest.mark.parametrize("m", [1, 4, 5, 65])
 def test_a_counter_serves_call_after_call(m, implementation):
     x, norm, weights = operands(m, 96, 16, 5, "float32")
     with running(implementation):
@@ -132,27 +141,47 @@ def test_no_tokens_and_refusals():
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
-@pytest.mark.parametrize("m", [1, 64, 65, 16384])
+@pytest.mark.parametrize("m", [1, 4, 5, 4096, 16384])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compile_without_spills(device, dtype, m):
     _, _, weights = operands(1, 4096, 32, 112, dtype)
     kind = TYPE_NAMES[dtype]
-    signature = dict.fromkeys(("x", "norm_weight", "normed"), kind)
-    signature |= dict.fromkeys(("compressor_bias", "router", "router_bias", "z"), "*fp32")
-    signature |= {"mask": "*i1", "M": "i32", "arrived": "*i32"}
-    if m <= 64:
-        kernel, constants = step_kernel, step_constants(m, 4096, weights, EPS, 0.0)
-        signature["compressor"] = "*fp32"
+    kinds = dict.fromkeys(("x", "norm_weight", "normed"), kind)
+    floats = ("compressor_bias", "router", "router_bias", "squares", "z")
+    kinds |= dict.fromkeys(floats, "*fp32") | {"mask": "*i1", "M": "i32", "arrived": "*i32"}
+    kinds["compressor"] = "*fp32" if m <= STEP_TOKENS else kind
+    if m <= STEP_TOKENS:
+        kernels, constants = [step_kernel], step_constants(m, 4096, weights, EPS, 0.0)
     else:
-        kernel, constants = rows_kernel, rows_constants(m, 4096, dtype, weights, EPS, 0.0)
-        signature["compressor"] = kind
-    signature = {name: signature[name] for name in kernel.arg_names if name in signature}
-    found = compile_usage(kernel, signature, constants, device.capability, NUM_WARPS, 3)
-    assert found.spills == 0
-    assert found.shared_memory <= device.shared_memory_per_block
-    assert "red." not in found.instructions
-    if kernel is rows_kernel:  # the step's one atomic counts programs, and adds nothing up
-        assert "atom." not in found.instructions
+        constants = rows_constants(m, 4096, dtype, weights, EPS, 0.0)
+        slices, sizes = slicing(m, 4096, constants)
+        kernels = [rows_kernel] if slices == 1 else [sum_rows_kernel, finish_rows_kernel]
+        constants |= sizes
+    assert len(kernels) == 1 + (STEP_TOKENS < m < 16384)
+    for kernel in kernels:
+        taken = taken_by(kernel, constants)
+        signature = {name: kinds[name] for name in kernel.arg_names if name not in taken}
+        found = compile_usage(kernel, signature, taken, device.capability, NUM_WARPS, 3)
+        assert found.spills == 0
+        assert found.shared_memory <= device.shared_memory_per_block
+        assert "red." not in found.instructions
+        if m > STEP_TOKENS:  # the step's one atomic counts programs, and adds nothing up
+            assert "atom." not in found.instructions
+
+
+@pytest.mark.parametrize("m", [5, 64, 128, 1000, 4096, 8191])
+@pytest.mark.parametrize("hidden", [64, 576, 4096, 5120])
+def test_slices_cover_all_channels_once(m, hidden):
+    _, _, weights = operands(1, 64, 32, 112, "bfloat16")
+    for dtype in ("bfloat16", "float32"):
+        constants = rows_constants(m, hidden, dtype, weights, EPS, 0.0)
+        slices, sizes = slicing(m, hidden, constants)
+        if slices == 1:
+            assert hidden <= constants["BLOCK_D"]
+            continue
+        assert sizes["SLICE"] % constants["BLOCK_D"] == 0
+        assert (slices - 1) * sizes["SLICE"] < hidden <= slices * sizes["SLICE"]
+        assert slices <= sizes["ALL_SLICES"] <= 16
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
