@@ -21,6 +21,7 @@ from wide_jax.generate import decode_step, prefill
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Routing
 from wide_jax.sampling import Sampler, sample
+from wide_jax.structure import split
 
 CHUNK = 16  # tokens drawn between two looks at the text
 
@@ -95,7 +96,7 @@ def continue_prompts(
     keys = jax.vmap(jax.random.key)(
         jnp.array([*(seeds or [0] * len(prompts)), *[0] * (count - len(prompts))], jnp.uint32)
     )
-    graphdef, state = nnx.split(model)
+    graphdef, state = split(model)
     capacity = width + -(-max_new_tokens // CHUNK) * CHUNK
     cache = KVCache.empty(model.config, count, capacity, element_dtype(model))
     with full_precision(model):

@@ -30,6 +30,7 @@ from wide_jax.accounting import Accounting, LayerSums, Usage, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM, attention_inputs
 from wide_jax.routing import AllOn, Masks, Routing
+from wide_jax.structure import split
 
 PARTS = ("attention", "ffn", "stream")
 
@@ -102,7 +103,7 @@ def layer_errors(
     windows = cut(text, config)
     if not windows:
         raise ValueError(f"no window to run: the text has {text.tokens} token(s)")
-    graphdef, state = nnx.split(model)
+    graphdef, state = split(model)
     total: Mapping[str, _Sums] | None = None
     ran = Ran()
     for start in range(0, len(windows), config.batch_size):

@@ -20,6 +20,7 @@ from wide_jax.accounting import Accounting, Usage, account, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax, Routing
+from wide_jax.structure import split
 
 SHORTEST_BUCKET = 32
 LOGITS_CHUNK = 512  # tokens whose logits exist at once: 512 x 128,256 x float32 = 263 MB
@@ -118,7 +119,7 @@ def score_windows(
             a batch size below 1, a limit beyond the model's `max_position_embeddings`.
     """
     _check(model, windows, batch_size, limit)
-    graphdef, state = nnx.split(model)
+    graphdef, state = split(model)
     for width, choices, row_count, rows in _batches(windows, batch_size, limit, share):
         inputs, targets, lengths = _pad(windows, rows, row_count, width, choices)
         with full_precision(model):

@@ -21,6 +21,7 @@ from wide_jax.cache import KVCache
 from wide_jax.model import ModelOutput, WideForCausalLM
 from wide_jax.routing import Argmax, Routing
 from wide_jax.sampling import Sampler, check_temperature, sample
+from wide_jax.structure import split
 
 SMALLEST_BUCKET = 16  # prompts are padded to powers of two from here on: one compile a bucket
 
@@ -272,7 +273,7 @@ def generate(
         ids[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
 
-    graphdef, state = nnx.split(model)
+    graphdef, state = split(model)
     dtype = model.model.embed_tokens.weight[...].dtype
     cache = KVCache.empty(config, len(prompts), capacity, dtype)
     logits, cache, prefilled = _prefill_in_chunks(

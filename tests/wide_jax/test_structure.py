@@ -1,0 +1,41 @@
+"""A model's structure as a static argument: one hash, and one compile for equal models."""
+
+import functools
+
+import jax
+from flax import nnx
+
+from wide_jax.kernels import Kernels, SparsityHints
+from wide_jax.structure import split
+
+
+def test_it_hashes_once(wide_model, monkeypatch):
+    structure, _ = split(wide_model)
+    first = hash(structure)
+    monkeypatch.setattr(nnx.GraphDef, "__hash__", None)
+    assert hash(structure) == first
+
+
+def test_equal_models_share_a_compile_and_others_do_not(wide_model):
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def total(structure, state):
+        traced.append(structure)
+        return nnx.merge(structure, state).model.norm.weight[...].sum()
+
+    structure, state = split(wide_model)
+    again, _ = split(wide_model)
+    assert again is not structure
+    assert again == structure
+    assert float(total(structure, state)) == float(total(again, state))
+    assert len(traced) == 1
+    wide_model.kernels = Kernels(SparsityHints(0.25, 0.5))
+    try:
+        other, _ = split(wide_model)
+    finally:
+        wide_model.kernels = None
+    assert other != structure
+    total(other, state)
+    assert len(traced) == 2
+    assert structure != nnx.split(wide_model)[0]
