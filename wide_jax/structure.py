@@ -12,7 +12,7 @@ class Structure(nnx.GraphDef):
     layers takes milliseconds: as long as a decode step of it takes on a GPU.
     """
 
-    __slots__ = ("_hash",)
+    _hash: int
 
     def __init__(self, graphdef: nnx.GraphDef) -> None:
         super().__init__(graphdef.nodes, graphdef.attributes, graphdef.num_leaves)
