@@ -499,7 +499,7 @@ def slicing(m: int, hidden: int, constants: Mapping[str, Any]) -> tuple[int, dic
     a_slice = math.ceil(steps / wanted)
     slices = math.ceil(steps / a_slice)
     return slices, dict(
-        SLICES=slices, SLICE=a_slice * block_d, ALL_SLICES=triton.next_power_of_2(slices)
+        SLICES=slices, SLICE=a_slice * block_d, ALL_SLICES=1 << (slices - 1).bit_length()
     )
 
 
