@@ -1,10 +1,13 @@
 """A model as jitted functions take it: what it is, hashed once, and its arrays."""
 
+import functools
 from typing import Any
 
+import jax
 from flax import nnx
 
 
+@jax.tree_util.register_static
 class Structure(nnx.GraphDef):
     """`nnx.GraphDef` with the hash computed once.
 
@@ -33,4 +36,10 @@ class Structure(nnx.GraphDef):
 def split(model: Any) -> tuple[Structure, nnx.State]:
     """`nnx.split` for functions that are called again and again; `nnx.merge` puts it together."""
     graphdef, state = nnx.split(model)
-    return Structure(graphdef), state
+    return _first_equal(Structure(graphdef)), state
+
+
+@functools.lru_cache(maxsize=64)
+def _first_equal(structure: Structure) -> Structure:
+    """One object for equal structures: jitted functions then compare it with itself, at no cost."""
+    return structure
