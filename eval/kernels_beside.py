@@ -51,10 +51,7 @@ def k_layout_record(m: int, groups: int, rounds: int) -> dict[str, Any]:
         found = order_k_axis(mask, count)
         return found.rows, found.tiles
 
-    compiled, failed = compile_all({"order": (order, (mask, count))})
-    if failed:
-        raise failed["order"]
-    timing = time_interleaved({"order": (compiled["order"], [(mask, count)])}, rounds)["order"]
+    timing = _timed({"order": order}, (mask, count), rounds)["order"]
     return {
         "op": "mask_layout",
         "case": "layout_k_axis",
@@ -82,13 +79,9 @@ def layout_records(m: int, groups: int, rounds: int) -> Iterator[dict[str, Any]]
             layout = pallas_kernels.mask_layout(mask, implementation=name)
             return layout.order, layout.count
 
-        functions[name] = (order, (mask,))
-    compiled, failed = compile_all(functions)
-    if failed:
-        raise next(iter(failed.values()))
-    timings = time_interleaved({n: (c, [(mask,)]) for n, c in compiled.items()}, rounds)
+        functions[name] = order
     chosen = pallas_kernels.layout.api.default_layout_implementation(m)
-    for name, timing in timings.items():
+    for name, timing in _timed(functions, (mask,), rounds).items():
         yield {
             "op": "mask_layout",
             "case": "layout",

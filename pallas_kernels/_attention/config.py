@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from pallas_kernels._common.forms import check_positive, check_powers_of_two
+from pallas_kernels._common.forms import check_positive, check_powers_of_two, next_power_of_two
 
 AttentionImplementation = Literal["reference", "dense", "triton", "mosaic"]
 
 
 def head_block(d: int) -> int:
     """Columns of a tile that holds heads of size d: a power of two."""
-    return max(16, 1 << (d - 1).bit_length())
+    return max(16, next_power_of_two(d))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from pallas_kernels._common.forms import check_positive, check_powers_of_two
+from pallas_kernels._common.forms import check_positive, check_powers_of_two, next_power_of_two
 
 Implementation = Literal["reference", "dense", "pallas", "triton"]
 
@@ -120,7 +120,7 @@ class SmallConfig:
         One token's product is summed from registers; its loads go through shared memory only if
         there are several stages of them.
         """
-        padded = 0 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length())
+        padded = 0 if tokens == 1 else max(16, next_power_of_two(tokens))
         stage = (padded + matrices * self.block_n) * self.block_k * itemsize
         if tokens == 1:
             return stage * (self.num_stages if self.num_stages > 1 else 0) + 1024

@@ -13,6 +13,11 @@ def check_powers_of_two(config: Any, *fields: str) -> None:
             raise ValueError(f"{field}={value} must be a power of two")
 
 
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n, for n from 1 on."""
+    return 1 << (n - 1).bit_length()
+
+
 def check_positive(config: Any, *fields: str) -> None:
     """Raise `ValueError` unless each field is at least 1."""
     for field in fields:

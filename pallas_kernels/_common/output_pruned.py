@@ -3,6 +3,7 @@
 import dataclasses
 
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.problem import SMALL_TOKENS, OpFacts, Problem
 
 
@@ -54,7 +55,7 @@ def refusal(config: Config, problem: Problem, capability: str) -> str | None:
 
 def widest(problem: Problem) -> int:
     """The widest channel tile that a group can fill: a power of two, at least 16."""
-    return max(16, 1 << (problem.group - 1).bit_length())
+    return max(16, next_power_of_two(problem.group))
 
 
 def fitted(config: Config, problem: Problem) -> Config:

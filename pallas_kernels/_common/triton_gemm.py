@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import Config, PersistentConfig, SmallConfig, TileConfig
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.persistent_kernel import persistent_kernel
 from pallas_kernels._common.small_kernel import small_kernel
 from pallas_kernels._common.split_kernel import split_k_kernel, sum_kernel
@@ -68,7 +69,7 @@ def _split_gemm(
             shared,
             K=k,
             PRECISION="ieee" if x.dtype == jnp.float32 else "tf32",
-            TOKENS=max(16, 1 << (m - 1).bit_length()),
+            TOKENS=max(16, next_power_of_two(m)),
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
         ),
@@ -138,7 +139,7 @@ def arguments(
             return Call(tile_kernel, [*operands, layout.order, layout.count], constants, grid)
         case PersistentConfig():
             constants |= dict(
-                GROUPS_POWER=1 << (layout.groups - 1).bit_length(),
+                GROUPS_POWER=next_power_of_two(layout.groups),
                 COMPACT=config.compact,
                 BLOCK_M=config.block_m,
                 BAND=config.band,
@@ -158,7 +159,7 @@ def arguments(
 def zero_rows(config: TileConfig | PersistentConfig, k: int) -> int:
     """Rows that a program clears a step, so that its loop clears `block_m` of them at least."""
     least = math.ceil(config.block_m / math.ceil(k / config.block_k))
-    return 1 << (least - 1).bit_length()
+    return next_power_of_two(least)
 
 
 def zero_skipped(
@@ -184,17 +185,12 @@ def zero_skipped(
 
 def zero_constants(m: int, n: int, group_size: int, groups: int) -> dict[str, int]:
     """Compile-time constants of `zero_kernel`: programs of about 256 channels."""
-    block_n = min(256, _power_of_2(group_size))
+    block_n = min(256, next_power_of_two(group_size))
     return dict(
         N=n,
         G=group_size,
         GROUPS=groups,
-        GROUPS_A_PROGRAM=min(256 // block_n, _power_of_2(groups)),
+        GROUPS_A_PROGRAM=min(256 // block_n, next_power_of_two(groups)),
         BLOCK_M=64 if m > 64 else 4,
         BLOCK_N=block_n,
     )
-
-
-def _power_of_2(n: int) -> int:
-    """The next one, n itself included."""
-    return 1 << (n - 1).bit_length()

@@ -3,12 +3,13 @@
 import dataclasses
 
 from pallas_kernels._common.config import Config, KTileConfig, SmallConfig
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.problem import OpFacts, Problem
 
 
 def widest_step(problem: Problem) -> int:
     """The longest step along K within one group: a power of two, at least 16."""
-    return max(16, 1 << (problem.group - 1).bit_length())
+    return max(16, next_power_of_two(problem.group))
 
 
 def fitted(config: Config, problem: Problem) -> Config:

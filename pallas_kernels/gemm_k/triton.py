@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.config import KTileConfig, SmallConfig
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels.gemm_k.small_kernel import k_small_kernel
 from pallas_kernels.gemm_k.sum_kernel import k_sum_kernel
@@ -89,7 +90,7 @@ def _sum(
 
 def scale_columns(n: int, column_tiles: int) -> int:
     """Outputs that share a scale: the width of a column tile, a power of two."""
-    return 1 << (math.ceil(n / column_tiles) - 1).bit_length()
+    return next_power_of_two(math.ceil(n / column_tiles))
 
 
 def tile_arguments(

@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
 from pallas_kernels.norm_route.api import RouterWeights
 
@@ -499,7 +500,7 @@ def slicing(m: int, hidden: int, constants: Mapping[str, Any]) -> tuple[int, dic
     a_slice = math.ceil(steps / wanted)
     slices = math.ceil(steps / a_slice)
     return slices, dict(
-        SLICES=slices, SLICE=a_slice * block_d, ALL_SLICES=1 << (slices - 1).bit_length()
+        SLICES=slices, SLICE=a_slice * block_d, ALL_SLICES=next_power_of_two(slices)
     )
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
 
 
@@ -51,4 +52,4 @@ def rms_norm(x: Float[Array, "M D"], weight: Float[Array, " D"], eps: float) -> 
 
 def num_warps(hidden: int) -> int:
     """So that a thread holds 16 numbers or so."""
-    return min(16, max(1, (1 << (hidden - 1).bit_length()) // 512))
+    return min(16, max(1, next_power_of_two(hidden) // 512))

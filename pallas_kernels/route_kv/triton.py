@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
+from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
 from pallas_kernels.norm_route.api import RouterWeights
 from pallas_kernels.norm_route.triton import normed_values, route_row, step_constants
@@ -170,7 +171,7 @@ def kernel_constants(
 ) -> dict[str, Any]:
     """Compile-time constants of `route_kv_kernel`."""
     hidden = x.shape[1]
-    block_k = _power_of_2(hidden)
+    block_k = next_power_of_two(hidden)
     return step_constants(1, hidden, weights, eps, threshold, HELD) | dict(
         NK=channels,
         HAS_BIAS=biased,
@@ -181,9 +182,4 @@ def kernel_constants(
 
 def num_warps(hidden: int) -> int:
     """So that the threads lie along a channel, eight numbers each."""
-    return min(8, max(4, _power_of_2(hidden) // 256))
-
-
-def _power_of_2(n: int) -> int:
-    """The next one, n itself included."""
-    return 1 << (n - 1).bit_length()
+    return min(8, max(4, next_power_of_two(hidden) // 256))
