@@ -28,6 +28,7 @@ import triton.language as tl
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._common import triton_support
+from pallas_kernels._common.bfloat16_parts import bfloat16_parts
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
@@ -519,13 +520,7 @@ def _outputs(x: Float[Array, "M D"], weights: RouterWeights) -> list[jax.ShapeDt
 
 def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:
     """Three bfloat16 parts that add up to a float32 weight, the small one first."""
-    parts, rest = [], w
-    for _ in range(3):
-        # Not a cast there and back: XLA may drop that pair, and no rest would be left.
-        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        parts.append(part.astype(jnp.bfloat16))
-        rest = rest - part
-    return jnp.stack(parts[::-1])
+    return jnp.stack(bfloat16_parts(w, 3)[::-1])
 
 
 def step_constants(

@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels._common.bfloat16_parts import bfloat16_parts
 from wide_jax import partition
 from wide_jax.router import Router
-from wide_jax.split_product import bfloat16_parts, split_product
+from wide_jax.split_product import split_product
 
 
 def arrays(rows=40, inner=96, columns=8):
