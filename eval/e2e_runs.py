@@ -94,6 +94,7 @@ def compile_all(
 
     def finish(item) -> CompiledRun:
         lowered, tracing = item
+        found.discard(threading.get_ident())  # a thread may have finished another before
         start = time.perf_counter()
         done = lowered.compile()
         spent = tracing + time.perf_counter() - start
@@ -113,12 +114,8 @@ def compile_all(
         lowered.append((function.lower(*arguments), time.perf_counter() - start))
     jax.monitoring.register_event_listener(note)
     try:
-        results = []
-        for some in [lowered] if together else [[one] for one in lowered]:
-            found.clear()
-            with ThreadPoolExecutor(len(some)) as pool:  # a thread each
-                results += pool.map(finish, some)
-        return results
+        with ThreadPoolExecutor(len(calls) if together else 1) as pool:
+            return list(pool.map(finish, lowered))
     finally:
         jax.monitoring.unregister_event_listener(note)
 
