@@ -1,12 +1,12 @@
-"""`norm_route` in Triton: one kernel for many tokens, two for fewer, a short one for a step.
+"""`norm_route` in Triton: two kernels for many tokens, a short one for a step.
 
-Many tokens (`rows_kernel`): a program takes BLOCK_M tokens through all of D twice. The first pass
-adds up squares and the compressor's sums, the second, from the L2 cache, writes the normed values.
-Where that would be few programs, each of them slow, the channels are split too:
+    sum_rows_kernel      (block of tokens, slice of D)    squares and the compressor's sums
+    finish_rows_kernel   (block of tokens)                adds up those of all slices, and decides
+                         (block of tokens, piece of D)    normed values
 
-    sum_rows_kernel      (block of tokens, slice of D)         squares and sums of the slice
-    finish_rows_kernel   (block of tokens, 0 or 1 + slice)     0: adds the sums up and decides
-                                                               else: normed values of the slice
+The second kernel reads x again, from the L2 cache as long as it fits. One kernel that takes blocks
+of tokens through all of D twice has too few programs to keep a card's memory busy, at 16,384 tokens
+still (187 us on an H200, of which the bytes explain 65).
 
     bfloat16 x:  x w = x high + x middle + x low, w = high + middle + low in bfloat16: three
                  products on the tensor cores, exact before their float32 sum (24 bits of w)
@@ -18,12 +18,10 @@ values; the program that finishes last turns the R sums into decisions.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton
 import triton.language as tl
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -34,19 +32,23 @@ from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
 from pallas_kernels.norm_route.api import RouterWeights
 
-MANY_TOKENS = 8192  # from here on tiles of 64 tokens fill a card
-PROGRAMS = 1024  # of fewer tokens the channels are split until there are so many programs
+WIDE_TOKENS = 512  # from here on blocks of 64 tokens: each reads all weights
+WIDE_RANKS = 64  # sums of higher ranks would take such a block's registers
+PROGRAMS = 512  # of the first kernel: the channels are split until there are so many
 MOST_SLICES = 16
-BLOCK_G = 32  # groups decided at a time
-STEP_BLOCK_G = 128  # the same in a step, where a round trip to memory is what a group costs
-STEP_MAP = 4096  # numbers of the second map that a step holds at once: of higher ranks fewer groups
+WEIGHTS = 2048  # of one part that a program of the first kernel multiplies at a time
+BLOCK_TOKENS = 16  # of the second kernel's programs
+PIECE = 256  # channels that a program norms
+BLOCK_R = 32  # ranks that they take at a time
+BLOCK_G = 128  # groups decided at a time: a round trip to memory is what they cost
+MAP = 4096  # numbers of the second map that a program holds at once: of higher ranks fewer groups
 NUM_WARPS = 4
+NUM_STAGES = 3
 
 
 @jit
-def _second_map(router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constexpr, RANKS):
-    """Execute and skip rows of the second map `[RANKS, groups]`; their biases' difference."""
-    ranks = tl.arange(0, RANKS)
+def _second_map(router, router_bias, ranks, groups, GROUPS: tl.constexpr, R: tl.constexpr):
+    """Execute and skip rows of the second map `[ranks, groups]`; their biases' difference."""
     ok = (ranks < R)[:, None] & (groups < GROUPS)[None, :]
     row = router + 2 * groups[None, :] * R + ranks[:, None]
     execute, skip = tl.load(row, mask=ok, other=0.0), tl.load(row + R, mask=ok, other=0.0)
@@ -54,41 +56,6 @@ def _second_map(router, router_bias, groups, GROUPS: tl.constexpr, R: tl.constex
     group_ok = groups < GROUPS
     shift = tl.load(bias, mask=group_ok, other=0.0) - tl.load(bias + 1, mask=group_ok, other=0.0)
     return execute, skip, shift
-
-
-@jit
-def rows_kernel(
-    x,  # [M, D]
-    norm_weight,  # [D]
-    compressor,  # [PARTS, R, D], parts that add up to the weight
-    compressor_bias,  # [R]
-    router,  # [2 GROUPS, R]
-    router_bias,  # [2 GROUPS]
-    M,
-    normed,  # [M, D]
-    mask,  # [M, GROUPS] bool
-    D: tl.constexpr,
-    R: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EPS: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    PARTS: tl.constexpr,  # 3 for bfloat16 x (small parts first), else 1
-    RANKS: tl.constexpr,  # R rounded up to a power of two of at least 16
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """BLOCK_M tokens: normed values and decisions."""
-    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token_ok = tokens < M
-    x_row = x + tokens.to(tl.int64)[:, None] * D
-    squares, z = _sums(x_row, token_ok, compressor, 0, D, D, R, PARTS, RANKS, BLOCK_M, BLOCK_D)
-    _decide_rows(
-        z, compressor_bias, router, router_bias, mask, tokens, token_ok, R, GROUPS, THRESHOLD,
-        RANKS, BLOCK_G,
-    )  # fmt: skip
-    out_row = normed + tokens.to(tl.int64)[:, None] * D
-    _write_normed(x_row, out_row, token_ok, squares, norm_weight, 0, D, D, EPS, BLOCK_D)
 
 
 @jit
@@ -100,8 +67,8 @@ def sum_rows_kernel(
     z,  # [SLICES, M, R], without the compressor's bias
     D: tl.constexpr,
     R: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,  # 3 for bfloat16 x (small parts first), else 1
+    RANKS: tl.constexpr,  # R rounded up to a power of two of at least 16
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,  # channels, a multiple of BLOCK_D
     BLOCK_M: tl.constexpr,
@@ -111,12 +78,27 @@ def sum_rows_kernel(
     pid = tl.program_id(0)
     tokens = pid // SLICES * BLOCK_M + tl.arange(0, BLOCK_M)
     token_ok = tokens < M
+    x_row = x + tokens.to(tl.int64)[:, None] * D
     ranks = tl.arange(0, RANKS)
     start = pid % SLICES * SLICE
-    some, sums = _sums(
-        x + tokens.to(tl.int64)[:, None] * D, token_ok, compressor, start,
-        tl.minimum(start + SLICE, D), D, R, PARTS, RANKS, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    some = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, RANKS), tl.float32)
+    for first in range(start, tl.minimum(start + SLICE, D), BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        a = tl.load(x_row + d[None, :], mask=token_ok[:, None] & (d < D)[None, :], other=0.0)
+        a32 = a.to(tl.float32)
+        some += tl.sum(a32 * a32, axis=1)
+        w_tile = compressor + ranks[None, :] * D + d[:, None]
+        w_ok = (ranks < R)[None, :] & (d < D)[:, None]
+        # Tensor cores cut off what they add to a large sum: short sums there, the long one here.
+        step = tl.zeros((BLOCK_M, RANKS), tl.float32)
+        for part in tl.static_range(PARTS):
+            w = tl.load(w_tile + part * R * D, mask=w_ok, other=0.0)
+            if PARTS == 1:
+                step = tl.dot(a32, w, step, input_precision="ieee")
+            else:
+                step = tl.dot(a, w, step)
+        sums += step
     row = (pid % SLICES).to(tl.int64) * M + tokens
     tl.store(squares + row, some, mask=token_ok)
     ok = token_ok[:, None] & (ranks < R)[None, :]
@@ -131,7 +113,7 @@ def finish_rows_kernel(
     router,  # [2 GROUPS, R]
     router_bias,  # [2 GROUPS]
     squares,  # [SLICES, M]
-    z,  # [SLICES, M, R]
+    z,  # [SLICES, M, R], without the compressor's bias
     M,
     normed,  # [M, D]
     mask,  # [M, GROUPS] bool
@@ -142,126 +124,50 @@ def finish_rows_kernel(
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
     SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
-    ALL_SLICES: tl.constexpr,  # SLICES rounded up to a power of two
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """BLOCK_M tokens: their decisions, or the normed values of one slice of the channels."""
+    """BLOCK_TOKENS tokens: their decisions, which begin first as they take longest, or a PIECE."""
+    PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
     pid = tl.program_id(0)
-    piece = pid % (SLICES + 1)
-    tokens = pid // (SLICES + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    blocks = tl.num_programs(0) // (1 + PIECES)
+    piece = pid - blocks
+    block = tl.where(piece < 0, pid, piece // PIECES)
+    tokens = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     token_ok = tokens < M
-    slices = tl.arange(0, ALL_SLICES)
-    row = slices.to(tl.int64)[:, None] * M + tokens[None, :]
-    row_ok = (slices < SLICES)[:, None] & token_ok[None, :]
-    if piece == 0:
-        ranks = tl.arange(0, RANKS)
-        every = tl.load(
-            z + row[:, :, None] * R + ranks[None, None, :],
-            mask=row_ok[:, :, None] & (ranks < R)[None, None, :],
-            other=0.0,
-        )
-        _decide_rows(
-            tl.sum(every, axis=0), compressor_bias, router, router_bias, mask, tokens, token_ok,
-            R, GROUPS, THRESHOLD, RANKS, BLOCK_G,
-        )  # fmt: skip
+    row = tokens.to(tl.int64)
+    if piece < 0:
+        for first in range(0, GROUPS, BLOCK_G):
+            groups = first + tl.arange(0, BLOCK_G)
+            margin = tl.zeros((BLOCK_TOKENS, BLOCK_G), tl.float32)
+            for first_rank in tl.static_range(0, RANKS, BLOCK_R):
+                ranks = first_rank + tl.arange(0, BLOCK_R)
+                sum_ok = token_ok[:, None] & (ranks < R)[None, :]
+                execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
+                bias = tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)
+                compressed = tl.zeros((BLOCK_TOKENS, BLOCK_R), tl.float32) + bias[None, :]
+                for a_slice in tl.static_range(SLICES):
+                    one = (row + a_slice * M)[:, None] * R + ranks[None, :]
+                    compressed += tl.load(z + one, mask=sum_ok, other=0.0)
+                margin = tl.dot(compressed, execute - skip, margin, input_precision="ieee")
+            tl.store(
+                mask + row[:, None] * GROUPS + groups[None, :],
+                margin + shift[None, :] >= THRESHOLD,
+                mask=token_ok[:, None] & (groups < GROUPS)[None, :],
+            )
     else:
-        some = tl.sum(tl.load(squares + row, mask=row_ok, other=0.0), axis=0)
-        at = tokens.to(tl.int64)[:, None] * D
-        start = (piece - 1) * SLICE
-        end = tl.minimum(start + SLICE, D)
-        _write_normed(x + at, normed + at, token_ok, some, norm_weight, start, end, D, EPS, BLOCK_D)
-
-
-@jit
-def _sums(
-    x_row,
-    token_ok,
-    compressor,
-    start,
-    end,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Squares `[BLOCK_M]` and the compressor's sums `[BLOCK_M, RANKS]` of channels start to end."""
-    ranks = tl.arange(0, RANKS)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    z = tl.zeros((BLOCK_M, RANKS), tl.float32)
-    for first in range(start, end, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
-        a = tl.load(x_row + d[None, :], mask=token_ok[:, None] & (d < D)[None, :], other=0.0)
-        a32 = a.to(tl.float32)
-        squares += tl.sum(a32 * a32, axis=1)
-        w_tile = compressor + ranks[None, :] * D + d[:, None]
-        w_ok = (ranks < R)[None, :] & (d < D)[:, None]
-        # Tensor cores cut off what they add to a large sum: short sums there, the long one here.
-        step = tl.zeros((BLOCK_M, RANKS), tl.float32)
-        for part in tl.static_range(PARTS):
-            w = tl.load(w_tile + part * R * D, mask=w_ok, other=0.0)
-            if PARTS == 1:
-                step = tl.dot(a32, w, step, input_precision="ieee")
-            else:
-                step = tl.dot(a, w, step)
-        z += step
-    return squares, z
-
-
-@jit
-def _decide_rows(
-    z,  # [BLOCK_M, RANKS], without the compressor's bias
-    compressor_bias,
-    router,
-    router_bias,
-    mask,
-    tokens,
-    token_ok,
-    R: tl.constexpr,
-    GROUPS: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """Write the decisions of a block of tokens."""
-    ranks = tl.arange(0, RANKS)
-    z += tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)[None, :]
-    for first in range(0, GROUPS, BLOCK_G):
-        groups = first + tl.arange(0, BLOCK_G)
-        execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
-        margin = tl.dot(z, execute - skip, input_precision="ieee") + shift[None, :]
-        tl.store(
-            mask + tokens.to(tl.int64)[:, None] * GROUPS + groups[None, :],
-            margin >= THRESHOLD,
-            mask=token_ok[:, None] & (groups < GROUPS)[None, :],
-        )
-
-
-@jit
-def _write_normed(
-    x_row,
-    out_row,
-    token_ok,
-    squares,  # [BLOCK_M], of all channels
-    norm_weight,
-    start,
-    end,
-    D: tl.constexpr,
-    EPS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write channels start to end of the normed tokens."""
-    scale = 1.0 / tl.sqrt_rn(squares / D + EPS)
-    for first in range(start, end, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
+        d = piece % PIECES * PIECE + tl.arange(0, PIECE)
+        at = row[:, None] * D + d[None, :]
         ok = token_ok[:, None] & (d < D)[None, :]
-        a = tl.load(x_row + d[None, :], mask=ok, other=0.0)
+        a = tl.load(x + at, mask=ok, other=0.0)
         weight = tl.load(norm_weight + d, mask=d < D, other=0.0)
-        tl.store(out_row + d[None, :], normed_values(a, scale[:, None], weight[None, :]), mask=ok)
+        total = tl.zeros((BLOCK_TOKENS,), tl.float32)
+        for a_slice in tl.static_range(SLICES):
+            total += tl.load(squares + row + a_slice * M, mask=token_ok, other=0.0)
+        scale = 1.0 / tl.sqrt_rn(total / D + EPS)
+        tl.store(normed + at, normed_values(a, scale[:, None], weight[None, :]), mask=ok)
 
 
 @jit
@@ -344,7 +250,7 @@ def route_row(
     ranks = tl.arange(0, RANKS)
     bias = tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)
     groups = tl.arange(0, BLOCK_G)
-    execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
+    execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
     PIECE: tl.constexpr = (D + R - 1) // R
     offset = tl.arange(0, SLICE)
     own = rank * PIECE + offset
@@ -362,7 +268,7 @@ def route_row(
         for first in tl.static_range(0, GROUPS, BLOCK_G):
             if first > 0:
                 groups = first + tl.arange(0, BLOCK_G)
-                execute, skip, shift = _second_map(router, router_bias, groups, GROUPS, R, RANKS)
+                execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
             _decide(
                 z, bias, execute - skip, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, ROWS
             )
@@ -451,63 +357,32 @@ def many_tokens(
     """See `pallas_kernels.norm_route`."""
     triton_support.require_device("norm_route", current_device().capability)
     (m, hidden), rank = x.shape, weights.compressor.shape[0]
-    constants = rows_constants(m, hidden, x.dtype.name, weights, eps, threshold)
-    parts = split(weights.compressor) if constants["PARTS"] == 3 else weights.compressor
-    blocks = math.ceil(m / constants["BLOCK_M"])
-    slices, sizes = slicing(m, hidden, constants)
-    settings: dict[str, Any] = dict(num_warps=NUM_WARPS, num_stages=3)
-    if slices == 1:
-        normed, mask = triton_support.launch(
-            rows_kernel,
-            [x, norm_weight, parts, *weights[1:]],
-            [m],
-            _outputs(x, weights),
-            grid=blocks,
-            constants=constants,
-            **settings,
-        )
-        return normed, mask
+    sums = sum_constants(m, hidden, x.dtype.name, rank)
+    slices = sums["SLICES"]
     squares, z = triton_support.launch(
         sum_rows_kernel,
-        [x, parts],
+        [x, split(weights.compressor) if sums["PARTS"] == 3 else weights.compressor],
         [m],
         [
             jax.ShapeDtypeStruct((slices, m), jnp.float32),
             jax.ShapeDtypeStruct((slices, m, rank), jnp.float32),
         ],
-        grid=blocks * slices,
-        constants=taken_by(sum_rows_kernel, constants | sizes),
-        **settings,
+        grid=math.ceil(m / sums["BLOCK_M"]) * slices,
+        constants=sums,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     normed, mask = triton_support.launch(
         finish_rows_kernel,
         [x, norm_weight, *weights[1:], squares, z],
         [m],
         _outputs(x, weights),
-        grid=blocks * (slices + 1),
-        constants=taken_by(finish_rows_kernel, constants | sizes),
-        **settings,
+        grid=math.ceil(m / BLOCK_TOKENS) * (1 + math.ceil(hidden / PIECE)),
+        constants=finish_constants(hidden, slices, weights, eps, threshold),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     return normed, mask
-
-
-def slicing(m: int, hidden: int, constants: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
-    """Slices of the channels, and the constants that say so; 1: the blocks of tokens are enough."""
-    block_d = constants["BLOCK_D"]
-    steps = math.ceil(hidden / block_d)
-    wanted = min(MOST_SLICES, PROGRAMS // math.ceil(m / constants["BLOCK_M"]), steps)
-    if m >= MANY_TOKENS or wanted < 2:
-        return 1, {}
-    a_slice = math.ceil(steps / wanted)
-    slices = math.ceil(steps / a_slice)
-    return slices, dict(
-        SLICES=slices, SLICE=a_slice * block_d, ALL_SLICES=next_power_of_two(slices)
-    )
-
-
-def taken_by(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the constants that the kernel has."""
-    return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
 def _outputs(x: Float[Array, "M D"], weights: RouterWeights) -> list[jax.ShapeDtypeStruct]:
@@ -523,17 +398,22 @@ def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:
     return jnp.stack(bfloat16_parts(w, 3)[::-1])
 
 
+def held_groups(groups: int, ranks: int, held: int) -> int:
+    """Groups decided at a time, where `held` numbers of the second map fit the registers."""
+    return min(BLOCK_G, max(16, next_power_of_two(groups)), max(16, held // ranks))
+
+
 def step_constants(
     m: int,
     hidden: int,
     weights: RouterWeights,
     eps: float,
     threshold: float,
-    held: int = STEP_MAP,
+    held: int = MAP,
 ) -> dict[str, Any]:
     """Compile-time constants of `step_kernel`; `held`: numbers of the second map held at once."""
-    rank, tokens = weights.compressor.shape[0], triton.next_power_of_2(m)
-    ranks, groups = (max(16, triton.next_power_of_2(n)) for n in (rank, weights.groups))
+    rank, tokens = weights.compressor.shape[0], next_power_of_two(m)
+    ranks = max(16, next_power_of_two(rank))
     return dict(
         D=hidden,
         R=rank,
@@ -544,27 +424,49 @@ def step_constants(
         TOKENS=tokens,
         ROWS=1 if m == 1 else max(16, tokens),
         BLOCK_D=max(64, 4096 // tokens),
-        BLOCK_G=min(STEP_BLOCK_G, groups, max(16, held // ranks)),
-        SLICE=triton.next_power_of_2(math.ceil(hidden / rank)),
+        BLOCK_G=held_groups(weights.groups, ranks, held),
+        SLICE=next_power_of_two(math.ceil(hidden / rank)),
     )
 
 
-def rows_constants(
-    m: int, hidden: int, dtype: str, weights: RouterWeights, eps: float, threshold: float
-) -> dict[str, Any]:
-    """Compile-time constants of `rows_kernel`."""
-    rank = weights.compressor.shape[0]
+def sum_constants(m: int, hidden: int, dtype: str, rank: int) -> dict[str, Any]:
+    """Compile-time constants of `sum_rows_kernel`."""
     parts = 3 if dtype == "bfloat16" else 1
+    ranks = max(16, next_power_of_two(rank))
+    block_m = 64 if parts == 3 and m >= WIDE_TOKENS and ranks <= WIDE_RANKS else 16
+    # Stages of three parts of the weights share a multiprocessor's memory, 100 KB on some cards.
+    block_d = max(16, min(64, WEIGHTS // ranks)) if parts == 3 else 32
+    steps = math.ceil(hidden / block_d)
+    wanted = min(MOST_SLICES, max(2, PROGRAMS // math.ceil(m / block_m)), steps)
+    a_slice = math.ceil(steps / wanted)
+    return dict(
+        D=hidden,
+        R=rank,
+        PARTS=parts,
+        RANKS=ranks,
+        SLICES=math.ceil(steps / a_slice),
+        SLICE=a_slice * block_d,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+    )
+
+
+def finish_constants(
+    hidden: int, slices: int, weights: RouterWeights, eps: float, threshold: float
+) -> dict[str, Any]:
+    """Compile-time constants of `finish_rows_kernel`."""
+    rank = weights.compressor.shape[0]
+    ranks = max(16, next_power_of_two(rank))
     return dict(
         D=hidden,
         R=rank,
         GROUPS=weights.groups,
         EPS=eps,
         THRESHOLD=threshold,
-        PARTS=parts,
-        RANKS=max(16, triton.next_power_of_2(rank)),
-        # Enough programs for the card before enough work for each.
-        BLOCK_M=64 if parts == 3 and m >= MANY_TOKENS else 16,
-        BLOCK_D=64 if parts == 3 else 32,
-        BLOCK_G=BLOCK_G,
+        RANKS=ranks,
+        SLICES=slices,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_G=held_groups(weights.groups, BLOCK_R, MAP),
+        BLOCK_R=min(BLOCK_R, ranks),
+        PIECE=PIECE,
     )

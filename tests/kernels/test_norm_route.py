@@ -10,16 +10,15 @@ from pallas_kernels._common.cubin import TYPE_NAMES, compile_usage
 from pallas_kernels._common.device import KNOWN_DEVICES
 from pallas_kernels.norm_route.api import STEP_TOKENS
 from pallas_kernels.norm_route.triton import (
+    NUM_STAGES,
     NUM_WARPS,
+    finish_constants,
     finish_rows_kernel,
-    rows_constants,
-    rows_kernel,
-    slicing,
     split,
     step_constants,
     step_kernel,
+    sum_constants,
     sum_rows_kernel,
-    taken_by,
 )
 from tests.kernels.contract import ON_GPU, running
 
@@ -35,10 +34,11 @@ SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
     (65, 576, 32, 24),
     (130, 192, 20, 40),
     (70, 48, 16, 5),  # one slice of the channels
+    (520, 300, 32, 140),  # blocks of 64 tokens, in two rounds of groups, the last piece ragged
 ]
 if ON_GPU:
     SHAPES += [(1, 4096, 32, 112), (16384, 4096, 32, 112), (4097, 5120, 16, 8), (16, 4096, 32, 8)]
-    SHAPES += [(128, 4096, 32, 112), (1000, 4096, 32, 112), (8192, 4096, 32, 8)]
+    SHAPES += [(128, 4096, 32, 112), (1000, 4096, 32, 112), (8192, 4096, 128, 8)]
 
 
 def operands(m, hidden, rank, groups, dtype, seed=0):
@@ -140,48 +140,46 @@ def test_no_tokens_and_refusals():
             norm_route(x, norm, weights, eps=EPS, implementation="triton")
 
 
+def kernels_of(m, hidden, rank, dtype):
+    """The kernels that M tokens run, with their constants."""
+    _, _, weights = operands(1, hidden, rank, 112, dtype)
+    if m <= STEP_TOKENS:
+        return {step_kernel: step_constants(m, hidden, weights, EPS, 0.0)}
+    sums = sum_constants(m, hidden, dtype, rank)
+    finish = finish_constants(hidden, sums["SLICES"], weights, EPS, 0.0)
+    return {sum_rows_kernel: sums, finish_rows_kernel: finish}
+
+
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
-@pytest.mark.parametrize("m", [1, 4, 5, 4096, 16384])
+@pytest.mark.parametrize("m", [1, 4, 5, 1024, 4096, 65536])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compile_without_spills(device, dtype, m):
-    _, _, weights = operands(1, 4096, 32, 112, dtype)
     kind = TYPE_NAMES[dtype]
     kinds = dict.fromkeys(("x", "norm_weight", "normed"), kind)
     floats = ("compressor_bias", "router", "router_bias", "squares", "z")
     kinds |= dict.fromkeys(floats, "*fp32") | {"mask": "*i1", "M": "i32", "arrived": "*i32"}
     kinds["compressor"] = "*fp32" if m <= STEP_TOKENS else kind
-    if m <= STEP_TOKENS:
-        kernels, constants = [step_kernel], step_constants(m, 4096, weights, EPS, 0.0)
-    else:
-        constants = rows_constants(m, 4096, dtype, weights, EPS, 0.0)
-        slices, sizes = slicing(m, 4096, constants)
-        kernels = [rows_kernel] if slices == 1 else [sum_rows_kernel, finish_rows_kernel]
-        constants |= sizes
-    assert len(kernels) == 1 + (STEP_TOKENS < m < 16384)
-    for kernel in kernels:
-        taken = taken_by(kernel, constants)
-        signature = {name: kinds[name] for name in kernel.arg_names if name not in taken}
-        found = compile_usage(kernel, signature, taken, device.capability, NUM_WARPS, 3)
-        assert found.spills == 0
-        assert found.shared_memory <= device.shared_memory_per_block
-        assert "red." not in found.instructions
-        if m > STEP_TOKENS:  # the step's one atomic counts programs, and adds nothing up
-            assert "atom." not in found.instructions
+    for rank in (32, 128) if m > STEP_TOKENS else (32,):
+        for kernel, constants in kernels_of(m, 4096, rank, dtype).items():
+            signature = {name: kinds[name] for name in kernel.arg_names if name not in constants}
+            found = compile_usage(
+                kernel, signature, constants, device.capability, NUM_WARPS, NUM_STAGES
+            )
+            assert found.spills == 0
+            assert found.shared_memory <= device.shared_memory_per_block
+            assert "red." not in found.instructions
+            if m > STEP_TOKENS:  # the step's one atomic counts programs, and adds nothing up
+                assert "atom." not in found.instructions
 
 
-@pytest.mark.parametrize("m", [5, 64, 128, 1000, 4096, 8191])
+@pytest.mark.parametrize("m", [5, 64, 128, 1000, 4096, 8191, 16384, 131072])
 @pytest.mark.parametrize("hidden", [64, 576, 4096, 5120])
 def test_slices_cover_all_channels_once(m, hidden):
-    _, _, weights = operands(1, 64, 32, 112, "bfloat16")
     for dtype in ("bfloat16", "float32"):
-        constants = rows_constants(m, hidden, dtype, weights, EPS, 0.0)
-        slices, sizes = slicing(m, hidden, constants)
-        if slices == 1:
-            assert hidden <= constants["BLOCK_D"]
-            continue
-        assert sizes["SLICE"] % constants["BLOCK_D"] == 0
-        assert (slices - 1) * sizes["SLICE"] < hidden <= slices * sizes["SLICE"]
-        assert slices <= sizes["ALL_SLICES"] <= 16
+        sums = sum_constants(m, hidden, dtype, 32)
+        assert sums["SLICE"] % sums["BLOCK_D"] == 0
+        assert (sums["SLICES"] - 1) * sums["SLICE"] < hidden <= sums["SLICES"] * sums["SLICE"]
+        assert sums["SLICES"] <= 16
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
