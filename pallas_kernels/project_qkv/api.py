@@ -67,7 +67,10 @@ def keys_values(
 ) -> tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]]:
     """`x w_k^T` and `x w_v^T`: float32 sums for the specification, else XLA's products."""
     b_k, b_v = (None, None) if biases is None else biases
-    return _whole(x, w_k, b_k, implementation), _whole(x, w_v, b_v, implementation)
+    # XLA merges small products of one x, and for that copies the weights together in every call:
+    # 28 us of 670 a layer of Llama-3.1-8B shapes, at 1,024 tokens on an H200.
+    for_k, for_v = jax.lax.optimization_barrier((x, x))
+    return _whole(for_k, w_k, b_k, implementation), _whole(for_v, w_v, b_v, implementation)
 
 
 def _whole(x, w, bias, implementation: Implementation):
