@@ -64,7 +64,8 @@ def main(config: BenchConfig) -> list[dict[str, Any]]:
         if config.json is not None:
             records.append_record(config.json, record)
 
-    keep(beside.copy_record(config.rounds))
+    for nbytes in beside.COPIES:
+        keep(beside.copy_record(nbytes, config.rounds))
     found = families(config.ops).values()
     todo = [(family, case) for family in found for case in family.bench_cases(config)]
     layouts = any(isinstance(case, ProductCase) for _, case in todo)

@@ -99,7 +99,8 @@ def _weight(entry: Entry) -> str:
 def roofline_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
     """FLOP/s of the active work over its FLOPs per byte, under the measured roof."""
     copies = [r for r in rows if r["op"] == "copy"]
-    bandwidth = max(r["bytes"] / r["ms"] for r in copies) * 1e3
+    largest = max(r["bytes"] for r in copies)
+    bandwidth = max(largest / r["ms"] for r in copies if r["bytes"] == largest) * 1e3
     ops = op_names(rows)
     every = [r for r in rows if r["op"] in ops]
     whole = [r for r in every if r["implementation"] == "dense-unmasked" and r["sparsity"] == 0.0]

@@ -16,13 +16,14 @@ from pallas_kernels.layout.api import LayoutImplementation, order_k_axis
 from pallas_kernels.rope_cache import Rotation, rope_cache
 from pallas_kernels.rope_cache.api import RopeImplementation
 
+COPIES = tuple(mib << 20 for mib in (32, 64, 128, 256))  # bytes; small ones reach less bandwidth
+COLD_BYTES = 512 << 20  # of sources, so that none is in the L2 cache when its turn comes
 ATTENTION_BELOW = 32768  # tokens: of longer prompts the rotation is too small a part to see
 
 
-def copy_record(rounds: int) -> dict[str, Any]:
-    """The device's copy bandwidth, the ceiling of everything bound by memory."""
-    nbytes = 256 << 20
-    sources = [jnp.full(nbytes // 4, i, jnp.float32) for i in range(4)]
+def copy_record(nbytes: int, rounds: int) -> dict[str, Any]:
+    """The device's bandwidth of copying so much, the ceiling of what is bound by memory."""
+    sources = [jnp.full(nbytes // 4, i, jnp.float32) for i in range(COLD_BYTES // nbytes)]
     compiled, failed = compile_all({"copy": (jnp.copy, (sources[0],))})
     if failed:
         raise failed["copy"]

@@ -340,7 +340,7 @@ def few_tokens(
         [*_outputs(x, weights), jax.ShapeDtypeStruct((m, rank), jnp.float32)],
         grid=rank,
         constants=step_constants(m, x.shape[1], weights, eps, threshold),
-        num_warps=NUM_WARPS,
+        num_warps=step_warps(m),
         num_stages=2,
         in_place=[counter],
     )
@@ -423,10 +423,15 @@ def step_constants(
         RANKS=ranks,
         TOKENS=tokens,
         ROWS=1 if m == 1 else max(16, tokens),
-        BLOCK_D=max(64, 4096 // tokens),
+        BLOCK_D=4096,
         BLOCK_G=held_groups(weights.groups, ranks, held),
         SLICE=next_power_of_two(math.ceil(hidden / rank)),
     )
+
+
+def step_warps(m: int) -> int:
+    """Warps of `step_kernel`: the tokens' values are all asked for at once, not in turns."""
+    return NUM_WARPS * next_power_of_two(m)
 
 
 def sum_constants(m: int, hidden: int, dtype: str, rank: int) -> dict[str, Any]:

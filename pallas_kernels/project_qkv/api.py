@@ -27,8 +27,9 @@ def project_qkv(
 ) -> tuple[Float[Array, "M N"], Float[Array, "M Nk"], Float[Array, "M Nk"]]:
     """`gemm_mn(x, w_q, layout)`, `x w_k^T` and `x w_v^T`: keys and values are never skipped.
 
-    Up to 64 tokens the three are one kernel, so that a decode step launches one instead of three;
-    more tokens run as `gemm_mn` and XLA's products. Arguments, choices and errors are those of
+    Up to 64 tokens the three are one kernel, so that a decode step launches one instead of three,
+    where `gemm_mn`'s config gives a program all of K; else, and of more tokens, they run as
+    `gemm_mn` and XLA's products. Arguments, choices and errors are those of
     `gemm_mn`; with `biases`, of q, k and v, q's is added to active groups only.
     """
     b_q, kv_biases = (None, None) if biases is None else (biases[0], biases[1:])
@@ -36,7 +37,8 @@ def project_qkv(
     group_size = check_gemm("project_qkv", x, {"w_q": w_q}, layout, None)
     problem = Problem.of("gemm_mn", x, w_q, group_size, layout.expected_sparsity)
     chosen, config = resolve(problem, implementation, None)
-    if chosen == "triton" and isinstance(config, SmallConfig) and x.shape[0] > 0:
+    whole = isinstance(config, SmallConfig) and config.splits == 1
+    if chosen == "triton" and whole and x.shape[0] > 0:
         from pallas_kernels.project_qkv.triton import project_qkv as run
 
         return run(x, w_q, w_k, w_v, layout, biases, group_size, config)

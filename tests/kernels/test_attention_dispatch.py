@@ -172,6 +172,7 @@ SIZES = dict(prefill_tokens=(40,), decode=((3, 64),), decode_groups=(2,))
 
 def test_the_benchmark_writes_complete_records(fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(eval.kernels_beside, "copy_record", _no_copy)
+    monkeypatch.setattr(eval.kernels_beside, "COPIES", (1,))
     config = BenchConfig(
         json=tmp_path / "kernels.jsonl",
         plots=tmp_path / "plots",
@@ -211,8 +212,14 @@ def test_the_benchmark_writes_complete_records(fake_gpu, tmp_path, monkeypatch):
         assert half["bytes"] < full["bytes"]
 
 
-def _no_copy(rounds):
-    what = {"op": "copy", "case": "copy", "shape": {"bytes": 1}, "dtype": "float32", "bytes": 2}
+def _no_copy(nbytes, rounds):
+    what = {
+        "op": "copy",
+        "case": "copy",
+        "shape": {"bytes": nbytes},
+        "dtype": "float32",
+        "bytes": 2,
+    }
     return what | {"sparsity": 0.0, "mask": "none", "implementation": "xla", "ms": 1.0}
 
 
