@@ -61,13 +61,14 @@ def _second_map(router, router_bias, ranks, groups, GROUPS: tl.constexpr, R: tl.
 @jit
 def sum_rows_kernel(
     x,  # [M, D]
-    compressor,  # [PARTS, R, D], parts that add up to the weight
+    compressor,  # [R, D]; if AHEAD [PARTS, R, D], parts that add up to it
     M,
     squares,  # [SLICES, M]
     z,  # [SLICES, M, R], without the compressor's bias
     D: tl.constexpr,
     R: tl.constexpr,
     PARTS: tl.constexpr,  # 3 for bfloat16 x (small parts first), else 1
+    AHEAD: tl.constexpr,  # whether the weight comes in parts
     RANKS: tl.constexpr,  # R rounded up to a power of two of at least 16
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,  # channels, a multiple of BLOCK_D
@@ -92,12 +93,19 @@ def sum_rows_kernel(
         w_ok = (ranks < R)[None, :] & (d < D)[:, None]
         # Tensor cores cut off what they add to a large sum: short sums there, the long one here.
         step = tl.zeros((BLOCK_M, RANKS), tl.float32)
-        for part in tl.static_range(PARTS):
-            w = tl.load(w_tile + part * R * D, mask=w_ok, other=0.0)
-            if PARTS == 1:
-                step = tl.dot(a32, w, step, input_precision="ieee")
-            else:
-                step = tl.dot(a, w, step)
+        if PARTS == 1:
+            w = tl.load(w_tile, mask=w_ok, other=0.0)
+            step = tl.dot(a32, w, step, input_precision="ieee")
+        elif not AHEAD:
+            w = tl.load(w_tile, mask=w_ok, other=0.0)
+            high = w.to(a.dtype)
+            w -= high.to(tl.float32)
+            middle = w.to(a.dtype)
+            low = (w - middle.to(tl.float32)).to(a.dtype)
+            step = tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, step)))
+        else:
+            for part in tl.static_range(PARTS):
+                step = tl.dot(a, tl.load(w_tile + part * R * D, mask=w_ok, other=0.0), step)
         sums += step
     row = (pid % SLICES).to(tl.int64) * M + tokens
     tl.store(squares + row, some, mask=token_ok)
@@ -190,7 +198,6 @@ def step_kernel(
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,
@@ -198,7 +205,7 @@ def step_kernel(
     """One program: one row of the compressor."""
     route_row(
         tl.program_id(0), arrived, x, norm_weight, compressor, compressor_bias, router,
-        router_bias, M, normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, TOKENS, ROWS,
+        router_bias, M, normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, TOKENS,
         BLOCK_D, BLOCK_G, SLICE,
     )  # fmt: skip
 
@@ -224,7 +231,6 @@ def route_row(
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,  # M rounded up to a power of two
-    ROWS: tl.constexpr,  # 1 for one token, else the same, at least 16
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,  # ceil(D / R) rounded up to a power of two
@@ -270,7 +276,7 @@ def route_row(
                 groups = first + tl.arange(0, BLOCK_G)
                 execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
             _decide(
-                z, bias, execute - skip, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, ROWS
+                z, bias, execute - skip, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, TOKENS
             )
         tl.store(arrived, 0)
 
@@ -295,31 +301,19 @@ def _decide(
     GROUPS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Decisions of all tokens for some groups. z is read past the L1: other programs wrote it."""
+    """Decisions of all tokens for some groups. z is read past the L1: other programs wrote it.
+
+    Token by token, on the ordinary units: a product of so few rows is mostly its own preparation.
+    """
     ranks = tl.arange(0, RANKS)
     rank_ok = ranks < R
-    if ROWS == 1:
-        compressed = bias + tl.load(z + ranks, mask=rank_ok, other=0.0, volatile=True)
-        margin = tl.sum(compressed[:, None] * difference, axis=0) + shift
-        tl.store(mask + groups, margin >= THRESHOLD, mask=groups < GROUPS)
-    else:
-        rows = tl.arange(0, ROWS)
-        row_ok = rows < M
-        compressed = tl.load(
-            z + rows[:, None] * R + ranks[None, :],
-            mask=row_ok[:, None] & rank_ok[None, :],
-            other=0.0,
-            volatile=True,
-        )
-        compressed += bias[None, :]
-        margin = tl.dot(compressed, difference, input_precision="ieee") + shift[None, :]
-        tl.store(
-            mask + rows[:, None] * GROUPS + groups[None, :],
-            margin >= THRESHOLD,
-            mask=row_ok[:, None] & (groups < GROUPS)[None, :],
-        )
+    for token in tl.static_range(TOKENS):
+        ok = token < M
+        row = tl.load(z + token * R + ranks, mask=rank_ok & ok, other=0.0, volatile=True)
+        margin = tl.sum((bias + row)[:, None] * difference, axis=0) + shift
+        tl.store(mask + token * GROUPS + groups, margin >= THRESHOLD, mask=(groups < GROUPS) & ok)
 
 
 def few_tokens(
@@ -340,7 +334,7 @@ def few_tokens(
         [*_outputs(x, weights), jax.ShapeDtypeStruct((m, rank), jnp.float32)],
         grid=rank,
         constants=step_constants(m, x.shape[1], weights, eps, threshold),
-        num_warps=step_warps(m),
+        num_warps=NUM_WARPS,
         num_stages=2,
         in_place=[counter],
     )
@@ -361,7 +355,7 @@ def many_tokens(
     slices = sums["SLICES"]
     squares, z = triton_support.launch(
         sum_rows_kernel,
-        [x, split(weights.compressor) if sums["PARTS"] == 3 else weights.compressor],
+        [x, split(weights.compressor) if sums["AHEAD"] else weights.compressor],
         [m],
         [
             jax.ShapeDtypeStruct((slices, m), jnp.float32),
@@ -422,16 +416,10 @@ def step_constants(
         THRESHOLD=threshold,
         RANKS=ranks,
         TOKENS=tokens,
-        ROWS=1 if m == 1 else max(16, tokens),
-        BLOCK_D=4096,
+        BLOCK_D=max(64, 4096 // tokens),
         BLOCK_G=held_groups(weights.groups, ranks, held),
         SLICE=next_power_of_two(math.ceil(hidden / rank)),
     )
-
-
-def step_warps(m: int) -> int:
-    """Warps of `step_kernel`: the tokens' values are all asked for at once, not in turns."""
-    return NUM_WARPS * next_power_of_two(m)
 
 
 def sum_constants(m: int, hidden: int, dtype: str, rank: int) -> dict[str, Any]:
@@ -448,6 +436,7 @@ def sum_constants(m: int, hidden: int, dtype: str, rank: int) -> dict[str, Any]:
         D=hidden,
         R=rank,
         PARTS=parts,
+        AHEAD=parts == 3 and m >= WIDE_TOKENS,  # for few programs that is a launch too many
         RANKS=ranks,
         SLICES=math.ceil(steps / a_slice),
         SLICE=a_slice * block_d,

@@ -52,7 +52,6 @@ def route_kv_kernel(
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,  # 1
-    ROWS: tl.constexpr,  # 1
     BLOCK_D: tl.constexpr,  # of the compressor at once
     BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,
@@ -66,7 +65,7 @@ def route_kv_kernel(
     if pid < R:  # first in the grid: nothing else takes as long
         route_row(
             pid, arrived, x, norm_weight, compressor, compressor_bias, router, router_bias, 1,
-            normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, TOKENS, ROWS, BLOCK_D, BLOCK_G,
+            normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, TOKENS, BLOCK_D, BLOCK_G,
             SLICE,
         )  # fmt: skip
     else:

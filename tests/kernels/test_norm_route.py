@@ -17,7 +17,6 @@ from pallas_kernels.norm_route.triton import (
     split,
     step_constants,
     step_kernel,
-    step_warps,
     sum_constants,
     sum_rows_kernel,
 )
@@ -159,13 +158,12 @@ def test_kernels_compile_without_spills(device, dtype, m):
     kinds = dict.fromkeys(("x", "norm_weight", "normed"), kind)
     floats = ("compressor_bias", "router", "router_bias", "squares", "z")
     kinds |= dict.fromkeys(floats, "*fp32") | {"mask": "*i1", "M": "i32", "arrived": "*i32"}
-    kinds["compressor"] = "*fp32" if m <= STEP_TOKENS else kind
-    for rank in (32, 128) if m > STEP_TOKENS else (32,):
+    for rank in (32, 128):
         for kernel, constants in kernels_of(m, 4096, rank, dtype).items():
+            kinds["compressor"] = kind if constants.get("AHEAD") else "*fp32"
             signature = {name: kinds[name] for name in kernel.arg_names if name not in constants}
-            warps = step_warps(m) if m <= STEP_TOKENS else NUM_WARPS
             found = compile_usage(
-                kernel, signature, constants, device.capability, warps, NUM_STAGES
+                kernel, signature, constants, device.capability, NUM_WARPS, NUM_STAGES
             )
             assert found.spills == 0
             assert found.shared_memory <= device.shared_memory_per_block
