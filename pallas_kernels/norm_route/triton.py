@@ -309,11 +309,15 @@ def _decide(
     """
     ranks = tl.arange(0, RANKS)
     rank_ok = ranks < R
+    rows = ()
+    for token in tl.static_range(TOKENS):  # all asked for before the first is waited for
+        ok = rank_ok & (token < M)
+        one = tl.load(z + token * R + ranks, mask=ok, other=0.0, volatile=True)
+        rows = rows + (one,)  # noqa: RUF005 (Triton cannot read (*rows, one))
     for token in tl.static_range(TOKENS):
-        ok = token < M
-        row = tl.load(z + token * R + ranks, mask=rank_ok & ok, other=0.0, volatile=True)
-        margin = tl.sum((bias + row)[:, None] * difference, axis=0) + shift
-        tl.store(mask + token * GROUPS + groups, margin >= THRESHOLD, mask=(groups < GROUPS) & ok)
+        margin = tl.sum((bias + rows[token])[:, None] * difference, axis=0) + shift
+        ok = (groups < GROUPS) & (token < M)
+        tl.store(mask + token * GROUPS + groups, margin >= THRESHOLD, mask=ok)
 
 
 def few_tokens(
