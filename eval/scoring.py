@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eval.windows import Window
+from pallas_kernels._common.forms import next_power_of_two
 from wide_jax.accounting import Accounting, Usage, account, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM
@@ -23,6 +25,7 @@ from wide_jax.routing import AllOn, Argmax, Routing
 from wide_jax.structure import split
 
 SHORTEST_BUCKET = 32
+COMPILED_AT_ONCE = 8
 LOGITS_CHUNK = 512  # tokens whose logits exist at once: 512 x 128,256 x float32 = 263 MB
 
 
@@ -120,7 +123,10 @@ def score_windows(
     """
     _check(model, windows, batch_size, limit)
     graphdef, state = split(model)
-    for width, choices, row_count, rows in _batches(windows, batch_size, limit, share):
+    batches = list(_batches(windows, batch_size, limit, share))
+    if jax.default_backend() != "cpu":
+        compile_together(model, [batch[:3] for batch in batches], routing)
+    for width, choices, row_count, rows in batches:
         inputs, targets, lengths = _pad(windows, rows, row_count, width, choices)
         with full_precision(model):
             found = score_rows(graphdef, state, inputs, targets, lengths, routing)
@@ -134,6 +140,27 @@ def score_windows(
         real = lengths[: len(rows)]
         ran = Ran.of(np.ones_like(real), real, used)
         yield ScoredBatch(tuple(indices), tuple(scores), ran)
+
+
+def compile_together(
+    model: WideForCausalLM, shapes: Sequence[tuple[int, int, int]], routing: Routing
+) -> None:
+    """Have `score_rows` compiled for all (width, choices, rows) side by side.
+
+    One after another, as batches come, a task's shapes take minutes on a GPU. Each runs once, on
+    nothing; where computing takes longer than compiling (a CPU) that is not worth it.
+    """
+    graphdef, state = split(model)
+
+    def run(shape: tuple[int, int, int]) -> None:
+        width, choices, count = shape
+        inputs = np.zeros((count, width), np.int32)
+        targets = np.zeros((count, choices, width), np.int32)
+        with full_precision(model):  # of this thread
+            score_rows(graphdef, state, inputs, targets, np.ones(count, np.int32), routing)
+
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        list(pool.map(run, dict.fromkeys(shapes)))
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
@@ -194,11 +221,11 @@ def _batches(
     shapes: dict[tuple[int, int], list[list[int]]] = {}
     for members in rows.values():
         width = bucket(len(windows[members[0]].inputs), limit)
-        choices = 1 << (len(members) - 1).bit_length()
+        choices = next_power_of_two(len(members))
         shapes.setdefault((width, choices), []).append(members)
     for (width, choices), members in sorted(shapes.items(), reverse=True):
         for start in range(0, len(members), batch_size):
-            count = min(batch_size, len(members))
+            count = min(batch_size, next_power_of_two(len(members)))  # few shapes
             yield width, choices, count, members[start : start + batch_size]
 
 

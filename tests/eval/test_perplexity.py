@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from eval.perplexity import PerplexityConfig, evaluate_perplexity
-from eval.scoring import bucket, score_rows, score_windows
+from eval.scoring import bucket, compile_together, score_rows, score_windows
 from eval.text import TokenizedText
 from eval.windows import rolling_windows
 from tests.eval.conftest import TINY, tiny_model
@@ -49,6 +49,27 @@ def test_case_D4_padding_is_never_scored(uniform_model, batch_size):
         for index, score in zip(batch.indices, batch.scores, strict=True):
             found[index] = score.log_probs.sum()
     assert found == pytest.approx({0: -11.7361, 1: -27.3842, 2: -11.7361}, abs=1e-4)
+
+
+def test_shapes_compiled_together_are_those_that_scoring_runs(wide_model):
+    lengths = (3, 5, 40, 50, 60, 64)  # 2 rows of 32, 1 of 48 and 3 of 64: a batch of 2, and 1 more
+    windows = [w for n in lengths for w in rolling_windows([3] * n, 64, P)]
+    compiled = []
+
+    def note(event, duration, **_):
+        compiled.append(event.endswith("backend_compile_duration"))
+
+    score_rows.clear_cache()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        compile_together(wide_model, [(64, 1, 2), (48, 1, 1), (32, 1, 2), (64, 1, 2)], Argmax())
+        assert sum(compiled) >= 3
+        compiled.clear()
+        for _ in score_windows(wide_model, windows, routing=Argmax(), batch_size=2, limit=64):
+            pass
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert sum(compiled) == 0
 
 
 @pytest.mark.parametrize("rule", ["disjoint", "rolling"])
