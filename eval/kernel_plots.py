@@ -1,15 +1,35 @@
-"""The roofline and the speedup plot of a kernel benchmark's records."""
+"""The roofline and the speedup plot of a kernel benchmark's records, and the plot of a table.
 
-from collections.abc import Sequence
+`python -m eval.kernel_plots` draws all three again, of the newest records in `eval/results/`.
+"""
+
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
+import matplotlib.ticker
 
+from eval import records
+from pallas_kernels._common import tuned
 from pallas_kernels._common.tuned import Entry, Table
 
+RESULTS = Path(__file__).parent / "results"
+
 MARKERS = "osD^vP*X"
+
+
+def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every cell the records of the last run that measured it; of copies all, for the roof."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["time"]):
+        fields = ("op", "case", "shape", "dtype", "expected_sparsity", "mask")
+        cell = cells.setdefault(str([row.get(field) for field in fields]), [])
+        if cell and row["op"] != "copy" and row["time"] != cell[0]["time"]:
+            cell.clear()
+        cell.append(row)
+    return [row for cell in cells.values() for row in cell]
 
 
 def op_names(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -56,38 +76,57 @@ def speedup_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
                 if sparsity < 1.0:
                     ideal = 1.0 / (1.0 - sparsity)
                     axes.axhline(ideal, color=line[0].get_color(), linestyle=":", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("channels per group")
+        _group_axis(axes)
         axes.set_title(f"{op} ({case}), {longest:,} tokens, random masks")
         axes.grid(alpha=0.3)
-        axes.legend(title="skipped (dotted: ideal)", fontsize=8)
-        axes.set_ylabel("speedup over dense")
+    panel[0].set_ylabel("speedup over dense")
+    _legend(figure, panel, "skipped\n(dotted:\nideal)")
     return figure
 
 
 def table_figure(table: Table) -> matplotlib.figure.Figure:
     """Speedup of a measured table's winners by group size and token count, 50 % skipped."""
     timed = [e for e in table.entries if e.sparsity == 0.5 and e.ms and e.dense_ms]
-    weights = list(dict.fromkeys(_weight(e) for e in timed if "m" in e.problem.shape))
+    of_products = [e for e in timed if "m" in e.problem.shape]
+    weights = list(dict.fromkeys(map(_weight, of_products)))
+    colors = {m: f"C{i}" for i, m in enumerate(sorted({e.problem.shape["m"] for e in of_products}))}
     figure, panel = panels(len(weights))
     for axes, weight in zip(panel, weights, strict=True):
         speedups = [
             (e.problem.shape["m"], e.problem.shape["group"], (e.dense_ms or 0) / (e.ms or 1))
-            for e in timed
+            for e in of_products
             if _weight(e) == weight
         ]
         for tokens in sorted({m for m, _, _ in speedups}):
             cells = sorted((group, speedup) for m, group, speedup in speedups if m == tokens)
-            axes.plot(*zip(*cells, strict=True), marker="o", label=f"{tokens:,}")
+            color = colors[tokens]
+            axes.plot(*zip(*cells, strict=True), marker="o", color=color, label=f"{tokens:,}")
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.axhline(2.0, color="black", linewidth=0.8, linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("channels per group")
-        axes.set_ylabel("speedup over dense, 50 % skipped")
+        _group_axis(axes)
         axes.set_title(f"{weight}: what {table.device_kind} runs")
         axes.grid(alpha=0.3)
-        axes.legend(title="tokens", fontsize=8)
+    panel[0].set_ylabel("speedup over dense, 50 % skipped")
+    _legend(figure, panel, "tokens")
     return figure
+
+
+def _legend(
+    figure: matplotlib.figure.Figure, panel: Sequence[matplotlib.axes.Axes], title: str
+) -> None:
+    """One legend beside all panels, in the order of the fullest one's lines."""
+    named = {}
+    for axes in sorted(panel, key=lambda axes: len(axes.lines), reverse=True):
+        handles, labels = axes.get_legend_handles_labels()
+        named |= {n: h for n, h in zip(labels, handles, strict=True) if n not in named}
+    figure.legend(named.values(), named.keys(), title=title, loc="outside right center")
+
+
+def _group_axis(axes: matplotlib.axes.Axes) -> None:
+    """Group sizes along x, as plain numbers."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    axes.set_xlabel("channels per group")
 
 
 def _weight(entry: Entry) -> str:
@@ -131,3 +170,20 @@ def roofline_figure(rows: Sequence[dict[str, Any]]) -> matplotlib.figure.Figure:
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
+
+
+def main(device_kind: str = "NVIDIA H200") -> list[Path]:
+    """Draw the plots of the records of a device kind and of its table; returns the paths."""
+    every = (record for _, record in records.read_records(RESULTS / "kernels.jsonl"))
+    paths = write_plots(newest(r for r in every if r["device"] == device_kind), RESULTS)
+    table = tuned.load(device_kind)
+    if table is None:
+        raise ValueError(f"no table of {device_kind!r} in pallas_kernels/tuned/")
+    paths.append(RESULTS / "kernels_table.png")
+    table_figure(table).savefig(paths[-1], dpi=130)
+    return paths
+
+
+if __name__ == "__main__":
+    for path in main():
+        print(f"wrote {path}")

@@ -11,7 +11,7 @@ import eval.tune_kernels
 from eval import records
 from eval.bench_kernels import BenchConfig
 from eval.kernel_cases import FAMILIES
-from eval.kernel_plots import write_plots
+from eval.kernel_plots import newest, table_figure, write_plots
 from eval.kernel_timing import WARM_UP, Compiled, Timing, compile_all, time_interleaved
 from eval.tune_kernels import TuneConfig
 from pallas_kernels._common import tuned
@@ -140,6 +140,31 @@ def test_benchmark_writes_complete_records_and_plots(fake_gpu, tmp_path):
         {(r["op"], str(r["shape"]), r["expected_sparsity"], r["mask"]) for r in products}
     )
     assert all(p.stat().st_size > 10_000 for p in write_plots(rows, tmp_path / "again"))
+
+
+def test_plots_show_the_last_run_of_every_cell():
+    cell = {"op": "gemm_mn", "case": "q", "shape": {"m": 8, "group": 64}, "dtype": "bfloat16"}
+    cell |= {"expected_sparsity": 0.5, "mask": "random"}
+    old = [
+        cell | {"time": "1", "ms": ms, "implementation": name} for ms, name in ((1, "a"), (2, "b"))
+    ]
+    new = [
+        cell | {"time": "2", "ms": ms, "implementation": name} for ms, name in ((3, "a"), (4, "c"))
+    ]
+    other = cell | {"time": "1", "ms": 5, "mask": "clustered"}
+    copies = [{"op": "copy", "case": "copy", "shape": {"bytes": 1}, "time": t} for t in "12"]
+    found = newest([*new, copies[0], *old, other, copies[1]])
+    assert sorted(row["ms"] for row in found if "ms" in row) == [3, 4, 5]
+    assert [row for row in found if row["op"] == "copy"] == copies  # all: the best is the roof
+
+
+def test_a_tables_plot_names_every_token_count():
+    table = tuned.load("NVIDIA H200")
+    assert table is not None
+    figure = table_figure(table)
+    timed = {e.problem.shape["m"] for e in table.entries if e.ms and "m" in e.problem.shape}
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"{m:,}" for m in sorted(timed)]
 
 
 @pytest.mark.parametrize("command", [eval.bench_kernels, eval.tune_kernels])
