@@ -84,7 +84,7 @@ class TrainTiming:
     seconds: tuple[float, ...]
     tokens_per_second: float  # at the median update, all devices together
     mfu: float | None  # None: the device's peak is not known
-    peak_gib: float | None  # of the first device, of the whole process; None: it does not say
+    peak_gib: float | None  # of the first device; None: unknown (see `measure`)
     losses: tuple[float, ...]  # of every update, warm-up included
     gradient_norms: tuple[float, ...]  # likewise, before clipping
 
@@ -180,6 +180,9 @@ def measure(
 ) -> tuple[TrainTiming, TrainState]:
     """Run `warm_up` and then `updates` timed updates from `state`, whose arrays are donated.
 
+    Devices count their peak memory from the start of the process. It is these updates' only where
+    they raised it; after something larger in the same process `peak_gib` is None.
+
     Args:
         prepared: the compiled step.
         state: where to start; update `n` always sees the same random tokens.
@@ -189,6 +192,8 @@ def measure(
         progress: called with updates done and in all.
     """
     config, mesh = prepared.config, prepared.mesh
+    device = mesh.devices.flat[0]
+    peak_before = _peak_bytes(device)
     times, losses, norms = [], [], []
     with jax.set_mesh(mesh):
         for done in range(warm_up + updates):
@@ -208,14 +213,13 @@ def measure(
     needed = step_flops_per_token(
         prepared.model, prepared.wide, config.sequence_length, lora_rank=prepared.lora_rank
     )
-    device = mesh.devices.flat[0]
     peak = peak_flops(device.device_kind, prepared.dtype)
-    used = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    peak_after = _peak_bytes(device)
     timing = TrainTiming(
         seconds=tuple(times[warm_up:]),
         tokens_per_second=speed,
         mfu=None if peak is None else speed * needed / (peak * mesh.size),
-        peak_gib=None if used is None else used / 2**30,
+        peak_gib=peak_after / 2**30 if peak_after > peak_before else None,
         losses=tuple(losses),
         gradient_norms=tuple(norms),
     )
@@ -251,6 +255,11 @@ def record_fields(prepared: PreparedStage, timing: TrainTiming, *, model: str) -
         "losses": list(timing.losses),
         "gradient_norms": list(timing.gradient_norms),
     }
+
+
+def _peak_bytes(device: jax.Device) -> int:
+    """Since the process started; 0 where the device does not count."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _placed(params: Params, mesh: Mesh) -> Params:

@@ -41,6 +41,7 @@ class Checkpoints:
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,  # what a kill left half-written
         )
+        self._writing: Any = None
 
     @property
     def latest(self) -> int | None:
@@ -49,15 +50,25 @@ class Checkpoints:
         return None if latest is None else latest.step
 
     def save(self, state: TrainState) -> None:
-        """Start writing a checkpoint; waits only until the arrays are copied off the devices."""
+        """Start writing a checkpoint; waits until the one before is complete, and for the copy.
+
+        So the newest complete checkpoint is never older than the last but one that was begun.
+        """
+        self.wait()
         # A copy: the next step donates these buffers, and on CPU the host would read the same ones.
         arrays = jax.tree.map(lambda x: x.copy(), (state.trainable, state.opt_state))
-        self._checkpointer.save_async(
+        self._writing = self._checkpointer.save_async(
             state.update,
             {"trainable": arrays[0], "opt_state": arrays[1]},
             force=True,
             custom_metadata={"format": FORMAT, "settings": self.settings},
         )
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete; raises what its writing raised."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint, placed like the arrays of `like` (or their abstract values).

@@ -362,11 +362,13 @@ def _train(
         finished = state.update == config.updates
         if held_out_rows is not None and (state.update % config.evaluate_every == 0 or finished):
             evaluate(state, "held_out")
-        if state.update % config.save_every == 0 or finished:
+        if state.update % config.checkpoint_every == 0 or finished:
             # Never store a state that is already broken: a sum over it costs next to nothing.
             if not all(bool(np.isfinite(float(x.sum()))) for x in state.trainable.values()):
                 raise LossNotFiniteError(_broken(state.update - 1, config, checkpoints.latest))
             checkpoints.save(state)
+            if 2 * config.checkpoint_every > config.save_every:  # nothing may be lost beside it
+                checkpoints.wait()
 
     batches = ShuffledBatches(
         rows,

@@ -66,7 +66,8 @@ class CalibrateConfig(TrainConfig):
     evaluate_every: int = 500
     """Updates between evaluations on the held-out files."""
     save_every: int = 500
-    """Updates between checkpoints: what a kill can lose."""
+    """What a kill can lose, in updates. A checkpoint is begun every half of it and is complete
+    before the next one begins."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
     loss_limit: float = 25.0
@@ -93,6 +94,11 @@ class CalibrateConfig(TrainConfig):
             )
         if not self.loss_limit > 0:
             raise ValueError(f"loss_limit={self.loss_limit} must be positive")
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Updates between checkpoints: the newest complete one may be the one before the last."""
+        return max(self.save_every // 2, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import pytest
 
 from eval.records import COMMON, FIELDS, check_record, common_fields
 from tests.train.tiny import tiny_config, tiny_model
+from train import bench
 from train.bench import measure, prepare, record_fields, start
 from train.flops import step_flops_per_token
 from wide_jax import shapes
@@ -39,6 +40,17 @@ def test_measuring_a_stage_gives_a_whole_record(stage):
     local = sum(np.prod(x.sharding.shard_shape(x.shape)) * 4 for x in frozen.values())
     assert prepared.memory.weights == pytest.approx(local / 2**30)
     assert prepared.memory.temporary > 0
+
+
+def test_a_peak_that_an_earlier_measurement_made_is_not_taken_for_its_own(monkeypatch):
+    model, peaks = tiny_model(), iter([3, 7, 7, 7])  # before and after each measurement, GiB
+    monkeypatch.setattr(bench, "_peak_bytes", lambda device: next(peaks) * 2**30)
+    prepared = prepare(model.config, model.wide, tiny_config(), dtype="float32")
+    found = []
+    for _ in range(2):
+        state, frozen = start(prepared)
+        found.append(measure(prepared, state, frozen, updates=1, warm_up=0)[0].peak_gib)
+    assert found == [7, None]
 
 
 def test_every_mesh_and_stage_draws_the_same_weights():
