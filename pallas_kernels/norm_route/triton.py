@@ -47,15 +47,19 @@ NUM_STAGES = 3
 
 
 @jit
-def _second_map(router, router_bias, ranks, groups, GROUPS: tl.constexpr, R: tl.constexpr):
-    """Execute and skip rows of the second map `[ranks, groups]`; their biases' difference."""
+def _second_map(router, ranks, groups, GROUPS: tl.constexpr, R: tl.constexpr):
+    """Execute and skip rows of the second map, `[ranks, groups]`."""
     ok = (ranks < R)[:, None] & (groups < GROUPS)[None, :]
     row = router + 2 * groups[None, :] * R + ranks[:, None]
-    execute, skip = tl.load(row, mask=ok, other=0.0), tl.load(row + R, mask=ok, other=0.0)
+    return tl.load(row, mask=ok, other=0.0), tl.load(row + R, mask=ok, other=0.0)
+
+
+@jit
+def _shift(router_bias, groups, GROUPS: tl.constexpr):
+    """Execute bias less skip bias, `[groups]`."""
     bias = router_bias + 2 * groups
-    group_ok = groups < GROUPS
-    shift = tl.load(bias, mask=group_ok, other=0.0) - tl.load(bias + 1, mask=group_ok, other=0.0)
-    return execute, skip, shift
+    ok = groups < GROUPS
+    return tl.load(bias, mask=ok, other=0.0) - tl.load(bias + 1, mask=ok, other=0.0)
 
 
 @jit
@@ -150,10 +154,11 @@ def finish_rows_kernel(
         for first in range(0, GROUPS, BLOCK_G):
             groups = first + tl.arange(0, BLOCK_G)
             margin = tl.zeros((BLOCK_TOKENS, BLOCK_G), tl.float32)
+            margin += _shift(router_bias, groups, GROUPS)[None, :]
             for first_rank in tl.static_range(0, RANKS, BLOCK_R):
                 ranks = first_rank + tl.arange(0, BLOCK_R)
                 sum_ok = token_ok[:, None] & (ranks < R)[None, :]
-                execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
+                execute, skip = _second_map(router, ranks, groups, GROUPS, R)
                 bias = tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)
                 compressed = tl.zeros((BLOCK_TOKENS, BLOCK_R), tl.float32) + bias[None, :]
                 for a_slice in tl.static_range(SLICES):
@@ -162,7 +167,7 @@ def finish_rows_kernel(
                 margin = tl.dot(compressed, execute - skip, margin, input_precision="ieee")
             tl.store(
                 mask + row[:, None] * GROUPS + groups[None, :],
-                margin + shift[None, :] >= THRESHOLD,
+                margin >= THRESHOLD,
                 mask=token_ok[:, None] & (groups < GROUPS)[None, :],
             )
     else:
@@ -256,7 +261,8 @@ def route_row(
     ranks = tl.arange(0, RANKS)
     bias = tl.load(compressor_bias + ranks, mask=ranks < R, other=0.0)
     groups = tl.arange(0, BLOCK_G)
-    execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
+    execute, skip = _second_map(router, ranks, groups, GROUPS, R)
+    shift = _shift(router_bias, groups, GROUPS)
     PIECE: tl.constexpr = (D + R - 1) // R
     offset = tl.arange(0, SLICE)
     own = rank * PIECE + offset
@@ -274,7 +280,8 @@ def route_row(
         for first in tl.static_range(0, GROUPS, BLOCK_G):
             if first > 0:
                 groups = first + tl.arange(0, BLOCK_G)
-                execute, skip, shift = _second_map(router, router_bias, ranks, groups, GROUPS, R)
+                execute, skip = _second_map(router, ranks, groups, GROUPS, R)
+                shift = _shift(router_bias, groups, GROUPS)
             _decide(
                 z, bias, execute - skip, shift, groups, mask, M, R, GROUPS, THRESHOLD, RANKS, TOKENS
             )
