@@ -33,7 +33,7 @@ from pallas_kernels import (
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
 from pallas_kernels.dispatch import SMALL_TOKENS
-from pallas_kernels.project_qkv import Biases, project_qkv
+from pallas_kernels.project_qkv import Biases, project_qkv, unmerged
 from pallas_kernels.rope_cache import Rotation, rope_cache
 from wide_jax.attention import Attention, AttentionInputs
 from wide_jax.cache import LayerCache
@@ -352,7 +352,9 @@ def _projected(
     normed = decision.normed.reshape(-1, decision.normed.shape[-1])
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     if decision.layout is None:
-        q, k, v = (projection(normed) for projection in projections)
+        q, k, v = (
+            projection(x) for projection, x in zip(projections, unmerged(normed, 3), strict=True)
+        )
         return q, k, v
     w_q, w_k, w_v = (projection.weight[...] for projection in projections)
     biases = _biases(attention)

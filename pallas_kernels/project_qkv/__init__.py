@@ -2,3 +2,4 @@
 
 from pallas_kernels.project_qkv.api import Biases as Biases
 from pallas_kernels.project_qkv.api import project_qkv as project_qkv
+from pallas_kernels.project_qkv.api import unmerged as unmerged
