@@ -124,8 +124,9 @@ def score_windows(
     _check(model, windows, batch_size, limit)
     graphdef, state = split(model)
     batches = list(_batches(windows, batch_size, limit, share))
-    if jax.default_backend() != "cpu":
-        compile_together(model, [batch[:3] for batch in batches], routing)
+    shapes = list(dict.fromkeys(batch[:3] for batch in batches))
+    if jax.default_backend() != "cpu" and len(shapes) > 1:
+        compile_together(model, shapes, routing)
     for width, choices, row_count, rows in batches:
         inputs, targets, lengths = _pad(windows, rows, row_count, width, choices)
         with full_precision(model):
@@ -160,7 +161,7 @@ def compile_together(
             score_rows(graphdef, state, inputs, targets, np.ones(count, np.int32), routing)
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        list(pool.map(run, dict.fromkeys(shapes)))
+        list(pool.map(run, shapes))
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
