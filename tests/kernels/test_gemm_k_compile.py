@@ -5,6 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -122,20 +123,46 @@ def test_the_pallas_form(device):
     assert found.shared_memory <= device.shared_memory_per_block
 
 
+def ptx_of(build, capability: int, warps: int, stages: int) -> str:
+    kernel, signature, constants = build
+    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    arrays = [i for i, kind in enumerate(types.values()) if kind.startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in arrays}
+    source = ASTSource(kernel, types, constants, aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options).asm["ptx"]
+
+
 @pytest.mark.parametrize("one_pass", [True, False], ids=["o", "down"])
 def test_loads_run_ahead_of_the_products(one_pass):
     """In the loop, the wait for a step's operands leaves the copies of the next steps under way."""
     config = KTileConfig(256, 64, 8, 3, 2, 8)
-    kernel, signature, constants = tile_build(config, "bfloat16", one_pass=one_pass)
-    source = ASTSource(
-        kernel,
-        {name: signature.get(name, "constexpr") for name in kernel.arg_names},
-        constants,
-        {(i,): [["tt.divisibility", 16]] for i in range(6)},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    target = GPUTarget("cuda", 90, 32)
-    ptx = triton.compile(source, target=target, options=options).asm["ptx"]
+    build = tile_build(config, "bfloat16", one_pass=one_pass)
+    ptx = ptx_of(build, 90, config.num_warps, config.num_stages)
     loop = ptx[: ptx.index("wgmma.mma_async")]
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+);", loop)
     assert waits == ["2"]  # two copies, inputs and weights, of one step ahead
+
+
+@triton.jit
+def add_rows_kernel(partial, rows, out):
+    """A tile of 128 x 128 partial sums added to gathered rows, as schemes with atomics do."""
+    token = tl.load(rows + tl.arange(0, 128))[:, None]
+    column = tl.arange(0, 128)[None, :]
+    value = tl.load(partial + tl.arange(0, 128)[:, None] * 128 + column)
+    tl.atomic_add(out + token * 4096 + column, value.to(out.dtype.element_ty), sem="relaxed")
+
+
+def test_what_a_tile_costs_where_bf16_atomics_are_loops():
+    """On sm80: eight wide stores a thread, where adding in bf16 is a loop for every value."""
+    config = KTileConfig(128, 32, 8, 4, 2, 8)
+    ours = ptx_of(tile_build(config, "bfloat16", one_pass=False), 80, 8, 4)
+    wide = 128 * 128 * 2 // (8 * 32) // 16  # bytes of a tile in fp16, by thread, by 16
+    assert len(re.findall(r"\bst\.global\.v4\.b32", ours)) == wide == 8
+    assert len(re.findall(r"\bst\.global\.", ours)) == wide + 1  # and the rows' power of two
+    signature = dict(partial="*fp32", rows="*i32", out="*bf16")
+    theirs = ptx_of((add_rows_kernel, signature, {}), 80, 4, 1)
+    assert len(re.findall(r"\batom\.\S*\.cas\.", theirs)) == 128 * 128 // (4 * 32)
+    newer = ptx_of((add_rows_kernel, signature, {}), 90, 4, 1)
+    assert not re.findall(r"\.cas\.", newer)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import MaskLayout, mask_layout
-from pallas_kernels._common.testing import PATTERNS, random_mask
+from pallas_kernels._common.testing import PATTERNS, clustered_mask, random_mask
 from pallas_kernels.layout import k_axis
 from pallas_kernels.layout.api import order_k_axis
 from tests.kernels.contract import ON_GPU, running
@@ -104,6 +104,34 @@ def test_tiles_compute_little_more_than_the_tokens_need(groups, size, most):
     mask = random_mask(KEY, 16384, groups, 0.5)
     order = order_k_axis(mask, mask.sum(axis=0, dtype=jnp.int32), size=size, implementation="xla")
     assert check(order, np.asarray(mask)) / (16384 / k_axis.TILE * groups) <= most
+
+
+def test_an_order_by_the_routers_bottleneck_computes_more():
+    """Why no caller gives a key: near tokens still differ in a few groups, and a tile adds them up.
+
+    The key is the best there is, the walk that `clustered_mask` makes the masks from.
+    """
+    tokens, groups, rank = 16384, 8, 16
+    mask = clustered_mask(KEY, tokens, groups, 0.5)
+    order = order_k_axis(mask, mask.sum(axis=0, dtype=jnp.int32), size=8, implementation="xla")
+    products = tokens / k_axis.TILE * groups
+    by_mask = check(order, np.asarray(mask)) / products
+    walk, _, _ = jax.random.split(KEY, 3)
+    steps = np.asarray(jax.random.normal(walk, (tokens, rank))) * np.sqrt(1 - 0.9**2)
+    key = np.zeros((tokens, rank))
+    for t in range(tokens):
+        key[t] = 0.9 * key[t - 1] + steps[t]
+
+    def halved(rows: np.ndarray) -> list[np.ndarray]:
+        if len(rows) <= k_axis.TILE:
+            return [rows]
+        _, directions = np.linalg.eigh(np.cov(key[rows].T))
+        rows = rows[np.argsort(key[rows] @ directions[:, -1], kind="stable")]
+        return [tile for half in np.split(rows, 2) for tile in halved(half)]
+
+    needed = [np.asarray(mask)[rows].any(axis=0).sum() for rows in halved(np.arange(tokens))]
+    by_key = sum(needed) / products
+    assert by_mask < 0.56 < 0.9 < by_key < 1.0
 
 
 def test_super_groups_follow_shapes():
