@@ -309,7 +309,7 @@ def shipped() -> list[tuple[Device, FlashConfig | DecodeConfig, int, str]]:
         for entry in tuned.load(device.kind).entries:
             if isinstance(entry.problem, AttentionProblem):
                 found[device, entry.config, entry.problem.d, entry.problem.dtype] = None
-        for d in (64, 80, 128, 256):
+        for d in (64, 80, 96, 128, 256):
             for dtype in ("bfloat16", "float32"):
                 for op in ("attention_prefill", "attention_decode"):
                     config = default_config(

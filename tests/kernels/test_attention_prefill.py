@@ -274,6 +274,53 @@ def test_large_logits_stay_finite(implementation):
     assert_right(y, operands, half(SMALL), visible(SMALL))
 
 
+@pytest.mark.usefixtures("no_races")
+def test_large_logits_stay_finite_in_mosaic():
+    shape = AttentionShape(b=1, t=70, s=70, hq=2, hk=1, d=64, groups=2)
+    operands, mask = shape.operands("bfloat16", scale=300.0), half(shape)
+    y = prefill(operands, mask, "mosaic", MOSAIC)
+    assert jnp.isfinite(y).all()
+    assert_right(y, operands, mask, visible(shape))
+    np.testing.assert_array_equal(
+        np.asarray(y), np.asarray(prefill(operands, mask, "mosaic", MOSAIC))
+    )
+
+
+def elements(jaxpr) -> int:
+    """Of every array outside kernels that a program makes, inner programs included."""
+    total = 0
+    for equation in jaxpr.eqns:
+        total += sum(var.aval.size for var in equation.outvars)
+        if equation.primitive.name == "pallas_call":
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                total += elements(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+@pytest.mark.parametrize(
+    ("implementation", "growth"), [("triton", 2), ("mosaic", 2), ("reference", 4)]
+)
+def test_no_workspace_grows_with_the_square_of_tokens(implementation, growth):
+    """But the reference's, which shows that the count would see one."""
+    config = KERNELS.get(implementation)
+
+    def run(q, k, v, mask):
+        layout = pallas_kernels.mask_layout(mask, implementation="xla")
+        return attention_prefill(q, k, v, layout, implementation=implementation, config=config)
+
+    def made(tokens: int) -> int:
+        shapes = (tokens, 4, 64), (tokens, 2, 64), (tokens, 2, 64)
+        operands = [jax.ShapeDtypeStruct((1, *shape), jnp.bfloat16) for shape in shapes]
+        mask = jax.ShapeDtypeStruct((tokens, 2), bool)
+        with interpreted():
+            return elements(jax.make_jaxpr(run)(*operands, mask).jaxpr)
+
+    assert made(4096) / made(2048) == pytest.approx(growth, rel=0.05)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_reruns_are_bit_identical_and_leave_nothing(implementation):
     operands = SMALL.operands("bfloat16")
