@@ -1,5 +1,6 @@
 """The benchmark and the tuner, end to end on tiny shapes with a fake clock: what they write."""
 
+import dataclasses
 import itertools
 import json
 
@@ -94,6 +95,29 @@ def test_tuner_stops_at_a_wrong_kernel(fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(eval.tune_kernels, "relative_error", lambda a, b: float("nan"))
     with pytest.raises(RuntimeError, match="differs from dense by nan"):
         eval.tune_kernels.main(tune_config(tmp_path))
+
+
+def test_the_tuner_says_what_could_not_run(fake_gpu, tmp_path, monkeypatch, capsys):
+    """Nothing is skipped in silence: the candidate, why, how many; the problem keeps its entry."""
+    found = eval.tune_kernels.compile_all
+
+    def one_fails(functions, workers):
+        compiled, failures = found(functions, workers=workers)
+        names = [key for key in compiled if "SmallConfig" in key[1]]
+        lost = {key: ValueError("too much shared memory") for key in names}
+        return {k: c for k, c in compiled.items() if k not in lost}, failures | lost
+
+    monkeypatch.setattr(eval.tune_kernels, "compile_all", one_fails)
+    few = dataclasses.replace(
+        tune_config(tmp_path), ops=("gemm_mn",), tokens=(1,), sparsities=(0.5,)
+    )
+    (entry,) = eval.tune_kernels.main(few).entries
+    assert (entry.implementation, entry.config) == ("dense", None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not run: Product(m=1, n=64, k=32, group=32" in said
+    assert "SmallConfig(block_n=16" in said
+    assert "too much shared memory" in said
+    assert "1 candidates could not run" in said
 
 
 def test_candidates_fit_every_card():
