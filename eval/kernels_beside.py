@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from eval.kernel_cases import make_mask
+from eval.kernel_cases.base import COLD_BYTES
 from eval.kernel_timing import Timing, compile_all, time_interleaved
 from pallas_kernels._common.shapes import MODELS
 from pallas_kernels.attention_prefill import attention_prefill
@@ -17,13 +18,12 @@ from pallas_kernels.rope_cache import Rotation, rope_cache
 from pallas_kernels.rope_cache.api import RopeImplementation
 
 COPIES = tuple(mib << 20 for mib in (32, 64, 128, 256))  # bytes; small ones reach less bandwidth
-COLD_BYTES = 512 << 20  # of sources, so that none is in the L2 cache when its turn comes
 ATTENTION_BELOW = 32768  # tokens: of longer prompts the rotation is too small a part to see
 
 
 def copy_record(nbytes: int, rounds: int) -> dict[str, Any]:
     """The device's bandwidth of copying so much, the ceiling of what is bound by memory."""
-    sources = [jnp.full(nbytes // 4, i, jnp.float32) for i in range(COLD_BYTES // nbytes)]
+    sources = [jnp.full(nbytes // 4, i, jnp.float32) for i in range(-(-COLD_BYTES // nbytes))]
     compiled, failed = compile_all({"copy": (jnp.copy, (sources[0],))})
     if failed:
         raise failed["copy"]

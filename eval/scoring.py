@@ -7,7 +7,7 @@ compile each), batches are filled up with empty rows, and no row's result depend
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -26,6 +26,10 @@ from wide_jax.structure import split
 
 SHORTEST_BUCKET = 32
 COMPILED_AT_ONCE = 8
+type Scorer = Callable[
+    [Int[np.ndarray, "B T"], Int[np.ndarray, "B C T"], Int[np.ndarray, "B"]],
+    tuple[Float[Array, "B C T"], Bool[Array, "B C T"], Usage | None],
+]
 LOGITS_CHUNK = 512  # tokens whose logits exist at once: 512 x 128,256 x float32 = 263 MB
 
 
@@ -122,16 +126,14 @@ def score_windows(
             a batch size below 1, a limit beyond the model's `max_position_embeddings`.
     """
     _check(model, windows, batch_size, limit)
-    graphdef, state = split(model)
+    run = scorer(model, routing)
     batches = list(_batches(windows, batch_size, limit, share))
     shapes = list(dict.fromkeys(batch[:3] for batch in batches))
     if jax.default_backend() != "cpu" and len(shapes) > 1:
-        compile_together(model, shapes, routing)
+        compile_together(run, shapes)
     for width, choices, row_count, rows in batches:
         inputs, targets, lengths = _pad(windows, rows, row_count, width, choices)
-        with full_precision(model):
-            found = score_rows(graphdef, state, inputs, targets, lengths, routing)
-        log_probs, greedy, used = jax.device_get(found)
+        log_probs, greedy, used = jax.device_get(run(inputs, targets, lengths))
         indices, scores = [], []
         for row, members in enumerate(rows):
             for choice, index in enumerate(members):
@@ -143,25 +145,30 @@ def score_windows(
         yield ScoredBatch(tuple(indices), tuple(scores), ran)
 
 
-def compile_together(
-    model: WideForCausalLM, shapes: Sequence[tuple[int, int, int]], routing: Routing
-) -> None:
-    """Have `score_rows` compiled for all (width, choices, rows) side by side.
+def scorer(model: WideForCausalLM, routing: Routing) -> Scorer:
+    """`score_rows` of a model, for inputs, targets and lengths; any thread may call it."""
+    graphdef, state = split(model)
+
+    def run(inputs, targets, lengths):
+        with full_precision(model):  # of the thread that calls
+            return score_rows(graphdef, state, inputs, targets, lengths, routing)
+
+    return run
+
+
+def compile_together(run: Scorer, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Have a scorer compiled for all (width, choices, rows) side by side.
 
     One after another, as batches come, a task's shapes take minutes on a GPU. Each runs once, on
     nothing; where computing takes longer than compiling (a CPU) that is not worth it.
     """
-    graphdef, state = split(model)
 
-    def run(shape: tuple[int, int, int]) -> None:
+    def once(shape: tuple[int, int, int]) -> None:
         width, choices, count = shape
-        inputs = np.zeros((count, width), np.int32)
-        targets = np.zeros((count, choices, width), np.int32)
-        with full_precision(model):  # of this thread
-            score_rows(graphdef, state, inputs, targets, np.ones(count, np.int32), routing)
+        run(*_pad((), (), count, width, choices))
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        list(pool.map(run, shapes))
+        list(pool.map(once, shapes))
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from pallas_kernels._common.forms import next_power_of_two
 from wide_jax.accounting import Usage, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
@@ -394,7 +395,7 @@ def padded_sizes(
 
 
 def _bucket(length: int) -> int:
-    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+    return max(SMALLEST_BUCKET, next_power_of_two(length))
 
 
 def _check_request(

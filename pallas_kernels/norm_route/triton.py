@@ -405,7 +405,27 @@ def split(w: Float[Array, "R D"]) -> Float[Array, "3 R D"]:
 
 def held_groups(groups: int, ranks: int, held: int) -> int:
     """Groups decided at a time, where `held` numbers of the second map fit the registers."""
-    return min(BLOCK_G, max(16, next_power_of_two(groups)), max(16, held // ranks))
+    return min(BLOCK_G, padded(groups), max(16, held // ranks))
+
+
+def padded(n: int) -> int:
+    """`n` rounded up to a power of two that a tile of the tensor cores takes."""
+    return max(16, next_power_of_two(n))
+
+
+def router_constants(
+    hidden: int, weights: RouterWeights, eps: float, threshold: float
+) -> dict[str, Any]:
+    """Compile-time constants of every kernel that decides."""
+    rank = weights.compressor.shape[0]
+    return dict(
+        D=hidden,
+        R=rank,
+        GROUPS=weights.groups,
+        EPS=eps,
+        THRESHOLD=threshold,
+        RANKS=padded(rank),
+    )
 
 
 def step_constants(
@@ -417,26 +437,20 @@ def step_constants(
     held: int = MAP,
 ) -> dict[str, Any]:
     """Compile-time constants of `step_kernel`; `held`: numbers of the second map held at once."""
-    rank, tokens = weights.compressor.shape[0], next_power_of_two(m)
-    ranks = max(16, next_power_of_two(rank))
-    return dict(
-        D=hidden,
-        R=rank,
-        GROUPS=weights.groups,
-        EPS=eps,
-        THRESHOLD=threshold,
-        RANKS=ranks,
+    shared = router_constants(hidden, weights, eps, threshold)
+    tokens = next_power_of_two(m)
+    return shared | dict(
         TOKENS=tokens,
         BLOCK_D=max(64, 4096 // tokens),
-        BLOCK_G=held_groups(weights.groups, ranks, held),
-        SLICE=next_power_of_two(math.ceil(hidden / rank)),
+        BLOCK_G=held_groups(weights.groups, shared["RANKS"], held),
+        SLICE=next_power_of_two(math.ceil(hidden / shared["R"])),
     )
 
 
 def sum_constants(m: int, hidden: int, dtype: str, rank: int) -> dict[str, Any]:
     """Compile-time constants of `sum_rows_kernel`."""
     parts = 3 if dtype == "bfloat16" else 1
-    ranks = max(16, next_power_of_two(rank))
+    ranks = padded(rank)
     block_m = 64 if parts == 3 and m >= WIDE_TOKENS and ranks <= WIDE_RANKS else 16
     # Stages of three parts of the weights share a multiprocessor's memory, 100 KB on some cards.
     block_d = max(16, min(64, WEIGHTS // ranks)) if parts == 3 else 32
@@ -460,18 +474,11 @@ def finish_constants(
     hidden: int, slices: int, weights: RouterWeights, eps: float, threshold: float
 ) -> dict[str, Any]:
     """Compile-time constants of `finish_rows_kernel`."""
-    rank = weights.compressor.shape[0]
-    ranks = max(16, next_power_of_two(rank))
-    return dict(
-        D=hidden,
-        R=rank,
-        GROUPS=weights.groups,
-        EPS=eps,
-        THRESHOLD=threshold,
-        RANKS=ranks,
+    shared = router_constants(hidden, weights, eps, threshold)
+    return shared | dict(
         SLICES=slices,
         BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_G=held_groups(weights.groups, BLOCK_R, MAP),
-        BLOCK_R=min(BLOCK_R, ranks),
+        BLOCK_R=min(BLOCK_R, shared["RANKS"]),
         PIECE=PIECE,
     )

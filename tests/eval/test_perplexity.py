@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from eval.perplexity import PerplexityConfig, evaluate_perplexity
-from eval.scoring import bucket, compile_together, score_rows, score_windows
+from eval.scoring import bucket, compile_together, score_rows, score_windows, scorer
 from eval.text import TokenizedText
 from eval.windows import rolling_windows
 from tests.eval.conftest import TINY, tiny_model
@@ -62,7 +62,7 @@ def test_shapes_compiled_together_are_those_that_scoring_runs(wide_model):
     score_rows.clear_cache()
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        compile_together(wide_model, [(64, 1, 2), (48, 1, 1), (32, 1, 2)], Argmax())
+        compile_together(scorer(wide_model, Argmax()), [(64, 1, 2), (48, 1, 1), (32, 1, 2)])
         assert sum(compiled) >= 3
         compiled.clear()
         for _ in score_windows(wide_model, windows, routing=Argmax(), batch_size=2, limit=64):
