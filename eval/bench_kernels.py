@@ -40,7 +40,7 @@ class BenchConfig:
     groups: tuple[int, ...] = ()  # channels per group; none named: each op's own list
     sparsities: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
     masks: tuple[MaskKind, ...] = ("random", "clustered")
-    # gather-scatter and grouped GEMM too, at 50 % random, for these sizes
+    # gather-scatter, grouped GEMM and Pallas too, at 50 % random, for these sizes
     naive_tokens: tuple[int, ...] = (512, 16384)
     naive_groups: tuple[int, ...] = (128, 512)
     error_tokens: int = 512  # errors against float32 are computed up to this many tokens
@@ -255,9 +255,13 @@ def _rows(
 
 
 def _naive(one: Contest, cell: Cell, console: Console) -> dict[str, Any]:
-    """The turns of the naive baselines for a cell's mask; the ones that do not fit are printed."""
+    """The turns of other ways to skip a cell's pairs: naive ones, and our kernel in Pallas.
+
+    The ones that do not fit are printed.
+    """
     arguments = one.case.arguments(one.operands[0], cell.layout)
-    functions = {name: (run, arguments) for name, run in one.case.naive(cell.layout).items()}
+    ways = {**one.case.naive(cell.layout), "pallas": one.case.pruned("pallas")}
+    functions = {name: (run, arguments) for name, run in ways.items()}
     compiled, failed = compile_all(functions, workers=2)
     for name, error in failed.items():
         console.print(f"  not run: {name} on {one.case}: {repr(error)[:200]}")

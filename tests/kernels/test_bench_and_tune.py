@@ -159,7 +159,7 @@ def test_benchmark_writes_complete_records_and_plots(fake_gpu, tmp_path):
         if row["rel_error"] is not None:
             assert row["rel_error"] < 1e-2
     naive = {r["implementation"] for r in products if r["shape"]["group"] == 64}
-    assert {"gather-scatter", "ragged_dot", "triton", "dense"} <= naive
+    assert {"gather-scatter", "ragged_dot", "pallas", "triton", "dense"} <= naive
     assert sum(r["dispatched"] for r in products) == len(
         {(r["op"], str(r["shape"]), r["expected_sparsity"], r["mask"]) for r in products}
     )
