@@ -2,8 +2,9 @@
 
 Contenders take turns, run by run. Dense is the best of two: our kernels with everything on, and
 XLA's products with cuDNN's attention. The ideal beside a measurement is computed from the very
-masks that ran; in decode, a trained model's are those of one step after the prompt. Times are the
-host's, around a call that is waited for: prefills and decode loops last milliseconds.
+masks that ran; in decode, a trained model's are those of one step after the prompt. Another shape
+can be timed with them too (`eval.carried_masks`). Times are the host's, around a call that is
+waited for: prefills and decode loops last milliseconds.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval import records
+from eval.carried_masks import SourceMasks, carried_variants, describe, described
 from eval.e2e_runs import (
     CompiledRun,
     Phase,
@@ -93,6 +95,7 @@ class Measured:
     samples_ms: tuple[float, ...]
     peak_gib: float | None
     sparsity: float  # skipped (token, group) pairs, the mean of both modules
+    rates: dict[str, list[float]] | None  # the same by module and layer; None: nothing is routed
     ideal: float
     profile: Profile | None
 
@@ -109,6 +112,7 @@ def measure(
     console: Console,
     trained: WideForCausalLM | None = None,
     text: Sequence[int] | None = None,
+    source: SourceMasks | None = None,
 ) -> list[dict[str, Any]]:
     """Every cell; returns the records, which are also appended to `config.json` one by one.
 
@@ -120,6 +124,8 @@ def measure(
         trained: a model with routers: its own masks are measured too, on its own weights and
             group sizes.
         text: token ids of prompts, repeated as often as needed; None: random ids.
+        source: a trained model's masks on at least `tokens_needed` tokens: random weights are
+            measured with them too, and with as many skipped at random in every layer.
 
     Raises:
         RuntimeError: there is no GPU (nothing is simulated), or no cell fits.
@@ -136,8 +142,11 @@ def measure(
             raise ValueError("the model has no routers: its own masks cannot be measured")
         sizes = [trained.wide]
     else:
-        sizes = [WideConfig.for_model(architecture, ffn_group_size=g) for g in config.ffn_groups]
+        sizes = group_sizes(architecture, config)
     for wide in sizes:
+        if source is not None:
+            about = describe(source, architecture, wide)
+            console.print(described(about, architecture, wide), highlight=False)
         model = random_model(architecture, wide) if trained is None else trained
         for batch in config.batches:
             for tokens in config.tokens:
@@ -146,7 +155,12 @@ def measure(
                     console.print(f"skipped: B={batch}, T={tokens}: {refused}")
                     continue
                 ids = prompt_ids(architecture.vocab_size, batch, tokens, text)
-                for row in cell(model, wide, ids, config, own=own, dense=dense_variants()):
+                more: list[Variant] = []
+                if source is not None:
+                    size = (batch, tokens, config.steps)
+                    more = carried_variants(source, architecture, wide, *size)
+                dense = dense_variants()
+                for row in cell(model, wide, ids, config, own=own, dense=dense, more=more):
                     record = common | {"model": name} | row
                     rows.append(record)
                     if config.json is not None:
@@ -159,6 +173,29 @@ def measure(
         raise RuntimeError("nothing could be measured: no cell fits, or none was asked for")
     console.print(table(rows))
     return rows
+
+
+def group_sizes(architecture: ModelConfig, config: E2EConfig) -> list[WideConfig]:
+    """The FFN group sizes that random weights are measured at.
+
+    Raises:
+        ValueError: one that does not divide the shape's channels.
+    """
+    return [WideConfig.for_model(architecture, ffn_group_size=g) for g in config.ffn_groups]
+
+
+def tokens_needed(architecture: ModelConfig, config: E2EConfig) -> int:
+    """Tokens of a source's text whose masks the cells take: prompts, and the steps after them."""
+    return max(
+        (
+            batch * tokens + config.steps
+            for wide in group_sizes(architecture, config)
+            for batch in config.batches
+            for tokens in config.tokens
+            if refusal(architecture, wide, batch, tokens, config) is None
+        ),
+        default=1,  # no cell fits: `measure` says so
+    )
 
 
 def check(config: E2EConfig) -> None:
@@ -201,14 +238,16 @@ def cell(
     *,
     own: bool,
     dense: Sequence[Variant],
+    more: Sequence[Variant] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The records of one `ids[B, T]`: dense, random masks and, where `own`, the routers' own."""
+    """The records of one `ids[B, T]`: dense, random masks, `own`: the routers', and `more`."""
     architecture, (batch, tokens) = model.config, ids.shape
     variants = list(dense)
     variants += [forced_variant(architecture, wide, batch, tokens, s) for s in config.sparsities]
     if own:
         every, kernels = Argmax(), model.kernels or Kernels()  # with the hints that it came with
         variants.append(Variant("wide", kernels, every, every, None, "trained"))
+    variants += more
     for phase in config.phases:
         found = _phase(model, wide, variants, ids, phase, config)
         best = min((m for m in found if m.variant.name.startswith("dense")), key=lambda m: m.ms)
@@ -221,7 +260,9 @@ def cell(
                 "attn_group": wide.attn_group_size,
                 "layers": architecture.num_hidden_layers,
                 "sparsity": one.sparsity,
+                "rates": one.rates,
                 "mask": one.variant.mask,
+                "masks_of": one.variant.masks_of,
                 "variant": one.variant.name,
                 "ms": one.ms,
                 "samples_ms": list(one.samples_ms),
@@ -308,6 +349,7 @@ def _phase(
             tuple(taken),
             None if peak is None else peak / 2**30,
             0.0 if skipped is None else _rate(skipped[0]),
+            None if skipped is None else _rates(skipped[0]),
             _ideal(model.config, wide, skipped, phase, batch),
             where,
         )
@@ -345,6 +387,14 @@ def _rate(used: Usage) -> float:
         0.5 * used.attention.sum() / (pairs * used.attn_groups)
         + 0.5 * used.ffn.sum() / (pairs * used.ffn_groups)
     )
+
+
+def _rates(used: Usage) -> dict[str, list[float]]:
+    tokens = float(used.tokens)
+    return {
+        "attention": [float(n) / (tokens * used.attn_groups) for n in used.attention],
+        "ffn": [float(n) / (tokens * used.ffn_groups) for n in used.ffn],
+    }
 
 
 def _ideal(

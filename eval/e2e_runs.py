@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -43,7 +43,8 @@ class Variant:
     routing: Routing  # for the prefill
     step_routing: Routing  # for each decode step
     sparsity: float | None  # the random masks' target; None: no hint
-    mask: str  # none, random, trained
+    mask: str  # none, random, trained, trained_statistics, random_same_rates
+    masks_of: Mapping[str, Any] | None = None  # where carried masks come from, for records
 
     def asks(self, phase: Phase) -> Routing:
         """How groups are chosen in a phase."""

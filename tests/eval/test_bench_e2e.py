@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import pallas_kernels
-from eval import records
+from eval import bench_e2e, records
 from eval.bench_e2e import (
     E2EConfig,
     cell,
@@ -23,14 +24,21 @@ from eval.bench_e2e import (
     prompt_ids,
     refusal,
     table,
+    tokens_needed,
 )
+from eval.carried_masks import carried_variants, source_masks
 from eval.e2e_plots import write_plots
 from eval.e2e_runs import compile_all, dense_variants, part_of, random_cache, random_model
+from tests.eval.conftest import tiny_model
+from wide_jax.cli import bench_e2e as bench_e2e_command
 from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
 from wide_jax.engine import split_on
+from wide_jax.hf.pretrained import new_routers, tensors_of
+from wide_jax.hf.save import save_model
+from wide_jax.hf.wide_folder import save_wide_model
 from wide_jax.kernels import Kernels, SparsityHints
-from wide_jax.shapes import shape
+from wide_jax.shapes import SHAPES, shape
 
 TINY = dataclasses.replace(
     shape("smollm2-135m"),
@@ -43,6 +51,7 @@ TINY = dataclasses.replace(
     head_dim=8,
     max_position_embeddings=64,
 )
+SOURCE = dataclasses.replace(TINY, num_hidden_layers=3)
 BENCH = E2EConfig(tokens=(16,), batches=(2,), sparsities=(0.0, 0.5), ffn_groups=(16,), steps=2)
 # XLA's products without cuDNN, which a CPU does not have.
 WITHOUT_CUDNN = Kernels(gemm_mn="dense", swiglu_up="dense", gemm_k="dense")
@@ -52,6 +61,11 @@ DENSE = [
 ]
 
 
+def trained_model():
+    """Another model than is timed: three layers of two groups of heads, two of channels."""
+    return random_model(SOURCE, WideConfig.for_model(SOURCE, ffn_group_size=32), seed=1)
+
+
 @pytest.fixture(scope="module")
 def rows():
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
@@ -59,10 +73,12 @@ def rows():
     assert model.model.layers[0].mlp.up_proj.weight[...].dtype == jnp.bfloat16
     bench = dataclasses.replace(BENCH, rounds=1)
     ids = prompt_ids(64, 2, 16, None)
+    source = source_masks(trained_model(), range(50), 2 * 16 + 2, fingerprint="sha256:source")
+    more = carried_variants(source, TINY, wide, 2, 16, steps=2)
     # Compiling ahead puts descriptions of arrays where run-time checks expect arrays.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        return list(cell(model, wide, ids, bench, own=True, dense=DENSE))
+        return list(cell(model, wide, ids, bench, own=True, dense=DENSE, more=more))
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -77,6 +93,8 @@ def test_every_variant_is_compared_with_the_best_dense(rows):
             ("wide", "random"),
             ("wide", "random"),
             ("wide", "trained"),
+            ("wide", "trained_statistics"),
+            ("wide", "random_same_rates"),
         )
     ]
     for phase in ("prefill", "decode"):
@@ -84,6 +102,25 @@ def test_every_variant_is_compared_with_the_best_dense(rows):
         best = min(r["ms"] for r in found if r["variant"].startswith("dense"))
         assert all(r["dense_ms"] == best for r in found)
         assert all(r["speedup"] == pytest.approx(best / r["ms"]) for r in found)
+
+
+def test_carried_masks_are_recorded_with_where_they_come_from(rows):
+    for phase in ("prefill", "decode"):
+        own, random = [r for r in rows if r["phase"] == phase and r["masks_of"] is not None]
+        assert (own["mask"], random["mask"]) == ("trained_statistics", "random_same_rates")
+        about = own["masks_of"]
+        assert about["fingerprint"] == "sha256:source"
+        assert (about["window"], about["text_tokens"]) == (34, 50)
+        assert about["places"] == {"layers": 3, "attention": 2, "ffn": 2}
+        assert about["repeats"] == {"layers": [0, 1], "attention": [1, 1], "ffn": [2, 2]}
+        assert about["step_token"] in (0, 1)
+        # The only difference is which tokens and groups: layer by layer as many are skipped.
+        assert own["rates"] == random["rates"]
+        assert 0.0 < own["sparsity"] < 1.0
+        rates = [np.mean(own["rates"][module]) for module in ("attention", "ffn")]
+        assert own["sparsity"] == pytest.approx(np.mean(rates))
+    assert all((r["rates"] is None) == (r["mask"] == "none") for r in rows)
+    assert own["masks_of"]["agreement"] != random["masks_of"]["agreement"]
 
 
 def test_ideals_come_from_the_masks(rows):
@@ -160,6 +197,62 @@ def test_cells_that_do_not_fit_are_refused_in_words():
     assert refusal(TINY, wide, 1, 16, BENCH) is None
 
 
+def test_masks_are_needed_of_the_largest_cell_that_fits():
+    bench = dataclasses.replace(BENCH, tokens=(16, 32, 4_096), batches=(1, 3))
+    assert tokens_needed(TINY, bench) == 3 * 32 + 2
+
+
+def test_the_command_times_a_shape_with_a_models_masks(tmp_path, monkeypatch, capsys, tokenizer):
+    """All of it but the device: the folder is read, its masks are taken and carried, and timed."""
+    model = tiny_model(num_hidden_layers=1)
+    save_model(tmp_path / "dense", model.config, tensors_of(model))
+    tokenizer.save_pretrained(tmp_path / "dense")
+    wide = WideConfig.for_model(model.config, ffn_group_size=8, router_rank=4)
+    save_wide_model(
+        tmp_path / "wide",
+        base=tmp_path / "dense",
+        config=model.config,
+        wide=wide,
+        routers=new_routers(model.config, wide),
+        budget="separate",
+        targets={"attention": 0.5, "ffn": 0.5},
+        training={},
+        include_base=False,
+    )
+    (tmp_path / "text.txt").write_text("the old cat sat on a hat. " * 3)
+    monkeypatch.setattr(bench_e2e_command, "start", lambda platform, console: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bench_e2e, "dense_variants", lambda: DENSE[:1])
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    options = ["--shape", "tiny", "--masks-of", str(tmp_path / "wide"), "--sparsities"]
+    options += ["--tokens", "32", "--batches", "1", "--ffn-groups", "8", "--phases", "decode"]
+    options += ["--steps", "2", "--rounds", "1", "--json", str(tmp_path / "e2e.jsonl")]
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        assert main(["bench", "e2e", *options, "--text", str(tmp_path / "text.txt")]) == 0
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    printed = capsys.readouterr().out
+    assert "4 ffn groups for 8 (each 2x)" in printed.replace("\n", " ")
+    assert "repeated" not in printed  # 78 tokens are enough for 34
+    found = [record for _, record in records.read_records(tmp_path / "e2e.jsonl")]
+    kinds = ["none", "trained_statistics", "random_same_rates"]
+    assert [(r["phase"], r["mask"]) for r in found] == [("decode", kind) for kind in kinds]
+    assert {r["model"] for r in found} == {"tiny-shape"}
+    assert found[1]["masks_of"]["text_tokens"] == 78
+    assert found[1]["masks_of"]["fingerprint"].startswith("sha256:")
+
+
+@pytest.mark.parametrize("option", ["--model", "--masks-of"])
+def test_a_folder_without_routers_is_refused(option, tmp_path, monkeypatch, capsys, tokenizer):
+    model = tiny_model(num_hidden_layers=1)
+    save_model(tmp_path / "dense", model.config, tensors_of(model))
+    tokenizer.save_pretrained(tmp_path / "dense")
+    monkeypatch.setattr(bench_e2e_command, "start", lambda platform, console: None)
+    assert main(["bench", "e2e", option, str(tmp_path / "dense")]) == 1
+    assert "has no routers: give a WIDE model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -167,6 +260,9 @@ def test_cells_that_do_not_fit_are_refused_in_words():
         (("--steps", "0"), "steps=0 must be at least 1"),
         (("--tokens", "0"), "tokens=(0,) must all be at least 1"),
         (("--model", "any", "--layers", "2"), "--layers cuts a --shape"),
+        (("--model", "any", "--masks-of", "other"), "give one of them"),
+        (("--text", "any.txt"), "give --model or --masks-of too"),
+        (("--masks-of", "any", "--text", "gone.txt"), "gone.txt"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(options, message, capsys):
