@@ -41,8 +41,10 @@ from eval.e2e_runs import (
     run_prefill,
 )
 from wide_jax.accounting import (
+    Accounting,
     StepUsage,
     Usage,
+    account,
     ideal_decode_speedup,
     ideal_prefill_speedup,
 )
@@ -95,7 +97,7 @@ class Measured:
     samples_ms: tuple[float, ...]
     peak_gib: float | None
     sparsity: float  # skipped (token, group) pairs, the mean of both modules
-    rates: dict[str, list[float]] | None  # the same by module and layer; None: nothing is routed
+    accounting: Accounting | None  # of the same masks; None: nothing is routed
     ideal: float
     profile: Profile | None
 
@@ -260,7 +262,8 @@ def cell(
                 "attn_group": wide.attn_group_size,
                 "layers": architecture.num_hidden_layers,
                 "sparsity": one.sparsity,
-                "rates": one.rates,
+                "accounting": None if one.accounting is None else one.accounting.summary(),
+                "rates": None if one.accounting is None else _rates(one.accounting),
                 "mask": one.variant.mask,
                 "masks_of": one.variant.masks_of,
                 "variant": one.variant.name,
@@ -349,7 +352,7 @@ def _phase(
             tuple(taken),
             None if peak is None else peak / 2**30,
             0.0 if skipped is None else _rate(skipped[0]),
-            None if skipped is None else _rates(skipped[0]),
+            None if skipped is None else _accounting(model.config, wide, skipped),
             _ideal(model.config, wide, skipped, phase, batch),
             where,
         )
@@ -389,12 +392,15 @@ def _rate(used: Usage) -> float:
     )
 
 
-def _rates(used: Usage) -> dict[str, list[float]]:
-    tokens = float(used.tokens)
-    return {
-        "attention": [float(n) / (tokens * used.attn_groups) for n in used.attention],
-        "ffn": [float(n) / (tokens * used.ffn_groups) for n in used.ffn],
-    }
+def _accounting(config: ModelConfig, wide: WideConfig, used: tuple[Usage, StepUsage]) -> Accounting:
+    return account(
+        used[0], config, wide, weight_bytes=ELEMENT_BYTES, kv_bytes=ELEMENT_BYTES, steps=used[1]
+    )
+
+
+def _rates(found: Accounting) -> dict[str, list[float]]:
+    """Skipped of each layer, by module."""
+    return {"attention": list(found.attention_layers), "ffn": list(found.ffn_layers)}
 
 
 def _ideal(

@@ -45,11 +45,13 @@ class Args(Settings):
     """Rows whose id matches (`*` and `?` as in file names), several with commas; and the stage-1
     rows that they need."""
     parts: str = "*"
-    """Measurements to make: perplexity, tasks, errors, whole_tasks, generation, with commas."""
+    """Measurements to make: perplexity, tasks, errors, whole_tasks, generation, speed, with commas.
+    The last needs a GPU, and has it to itself."""
     budget_minutes: float | None = None
     """Stop after so long; what was not finished goes on at the next start."""
     jobs: int = 1
-    """Processes side by side. One trains at a time; others compile and measure beside it."""
+    """Processes side by side. One trains at a time; others compile and measure beside it, but for
+    speed, which is measured alone."""
     job: str | None = None
     """Do this one job in this process, as the command itself asks for."""
     rehearse: bool = False

@@ -230,6 +230,38 @@ def savings_table(results: Results) -> str:
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
+def speed_table(results: Results) -> str:
+    """How much faster than the best dense a row's masks run, and as many skipped at random."""
+    lines = [
+        "| row | shape | phase, tokens | FFN group | attention, FFN skipped, % | ms | dense, ms | "
+        "x | ideal | x at random |",
+        "|---" * 10 + "|",
+    ]
+    for name, result in results.items():
+        for (part, shape, _), record in result.records.items():
+            if part != "speed":
+                continue
+            random = {
+                one["phase"]: one["speedup"]
+                for one in record["speeds"]
+                if one["mask"] == "random_same_rates"
+            }
+            for one in record["speeds"]:
+                if one["mask"] == "random_same_rates":
+                    continue
+                beside = random.get(one["phase"])
+                cells = [
+                    *(f"`{name}`", shape, f"{one['phase']}, {one['tokens']:,}"),
+                    str(one.get("ffn_group") or result.row.ffn_group),
+                    " / ".join(f"{100 * one['accounting'][m]:.1f}" for m in ("attention", "ffn")),
+                    *(f"{one['ms']:.3f}", f"{one['dense_ms']:.3f} ({one['dense']})"),
+                    *(f"{one['speedup']:.2f}", f"{one['ideal_speedup']:.2f}"),
+                    "" if beside is None else f"{beside:.2f}",
+                ]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
 def not_run(results: Results) -> str:
     """Every row of the plan with a part that has no result, or not all of it."""
     lines = []
@@ -297,6 +329,7 @@ def render(template: str, results: Results, drawn: Mapping[str, str]) -> str:
         "savings": savings_table(results),
         "comparisons": comparison_table(results),
         "errors": errors_table(results),
+        "speed": speed_table(results),
         "not_run": not_run(results),
         "measured_on": measured_on(results),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eval.records import read_records
-from eval.study.plan import TASKS, Recipe, Row, plan
+from eval.study.plan import LARGE_SHAPE, OWN_SHAPE, TASKS, Recipe, Row, plan
 
 Key = tuple[str, str, str]  # part, task, metric
 
@@ -35,9 +35,11 @@ class Result:
         return next((r for key, r in self.records.items() if key[0] == part), None)
 
     def has(self, part: str) -> bool:
-        """Whether nothing of the part is missing; of tasks that is all seven."""
+        """Whether nothing of the part is missing: of tasks all seven, of speed both shapes."""
         if part in ("tasks", "whole_tasks"):
             return self.mean(part) is not None
+        if part == "speed":
+            return {OWN_SHAPE, LARGE_SHAPE} <= {t for p, t, _ in self.records if p == part}
         return self.part(part) is not None
 
     def source(self, part: str) -> str:

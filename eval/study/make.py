@@ -229,11 +229,7 @@ class Loaded:
 
 def load(row: Row, settings: Settings) -> Loaded:
     """The model of a row that is made; a LoRA is merged into it."""
-    base = resolve_model(settings.model)
-    folder = base
-    if row.stage:
-        folder = settings.folder(row) / "model"
-        _rebase(folder, base)
+    base, folder = resolve_model(settings.model), model_folder(row, settings)
     model = from_pretrained(folder, dtype="float32", kernels=None)
     tokenizer = load_tokenizer(base)
     plain = EngineChoice(None, "plain JAX was asked for")
@@ -244,6 +240,16 @@ def load(row: Row, settings: Settings) -> Loaded:
         digest = hashlib.sha256(fingerprint.encode() + thresholds.tobytes())
         fingerprint = f"sha256:{digest.hexdigest()}"
     return Loaded(model, tokenizer, fingerprint)
+
+
+def model_folder(row: Row, settings: Settings) -> Path:
+    """Where the model of a row that is made lies; its base is found from there."""
+    base = resolve_model(settings.model)
+    if not row.stage:
+        return base
+    folder = settings.folder(row) / "model"
+    _rebase(folder, base)
+    return folder
 
 
 def _rebase(folder: Path, base: Path) -> None:

@@ -12,6 +12,7 @@ from eval.records import append_record, eval_record
 from eval.study.make import Loaded, load
 from eval.study.plan import Row
 from eval.study.settings import Measured, Part, Settings
+from eval.study.speed import speeds
 from eval.text import TokenizedText, read_text, tokenize
 from wide_jax.accounting import Accounting
 from wide_jax.cli.progress import progress
@@ -26,14 +27,15 @@ def measure(row: Row, part: Part, settings: Settings, console: Console) -> None:
     missing = Measured.read(settings).missing_tasks(row, part, settings)
     if not missing:
         return
-    loaded = load(row, settings)
     match part:
         case "perplexity":
-            found = _perplexity(row, loaded, settings, console)
+            found = _perplexity(row, load(row, settings), settings, console)
         case "errors":
-            found = _errors(row, loaded, settings, console)
+            found = _errors(row, load(row, settings), settings, console)
+        case "speed":
+            found = speeds(row, missing, settings, console)
         case _:
-            found = _tasks(row, part, missing, loaded, settings, console)
+            found = _tasks(row, part, missing, load(row, settings), settings, console)
     for record in found:
         named = {"suite": "study", "row": row.id, "part": part, "settings": settings.recorded()}
         append_record(settings.record, record | named)

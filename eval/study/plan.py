@@ -20,6 +20,8 @@ TASKS = {
     "winogrande": "acc",
 }
 GENERATION = "gsm8k"
+# Where speed is measured: at the row's own shapes, and at a large model's with its masks.
+OWN_SHAPE, LARGE_SHAPE = "own_shape", "llama-3.1-8b"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ class Row:
     """All documents of every task, not only the first `limit`."""
     generation: bool = False
     """Also GSM8K."""
+    speed: bool = False
+    """Also how fast its masks are, on a GPU."""
 
     @property
     def id(self) -> str:
@@ -123,15 +127,16 @@ def plan(recipe: Recipe | None = None) -> tuple[Row, ...]:
         asked.extend(_trained(recipe, wave, method, target, stage, **changes) for stage in (1, 2))
 
     # 1: the comparison at 50 %, and 25 %.
-    asked.append(_trained(recipe, 1, "wide", 0.5, 1, whole_tasks=True))
-    asked.append(_trained(recipe, 1, "wide", 0.25, 1, whole_tasks=True))
+    asked.append(_trained(recipe, 1, "wide", 0.5, 1, whole_tasks=True, speed=True))
+    asked.append(_trained(recipe, 1, "wide", 0.25, 1, whole_tasks=True, speed=True))
     asked.append(_trained(recipe, 1, "depth", 0.5, 1))
     asked.append(_trained(recipe, 1, "static", 0.5, 1))
     asked.append(_threshold(recipe, 1, 0.5))
-    asked.append(_trained(recipe, 1, "wide", 0.5, 2, whole_tasks=True, generation=True))
+    headline = _trained(recipe, 1, "wide", 0.5, 2, whole_tasks=True, generation=True, speed=True)
+    asked.append(headline)
     asked.append(_trained(recipe, 1, "depth", 0.5, 2))
     asked.append(_trained(recipe, 1, "static", 0.5, 2))
-    asked.append(_trained(recipe, 1, "wide", 0.25, 2, whole_tasks=True))
+    asked.append(_trained(recipe, 1, "wide", 0.25, 2, whole_tasks=True, speed=True))
     # 2: the same at 25 %.
     both_stages(2, "depth", 0.25)
     both_stages(2, "static", 0.25)
@@ -139,7 +144,9 @@ def plan(recipe: Recipe | None = None) -> tuple[Row, ...]:
     # 3: group sizes, stage 1 of all before stage 2 of any.
     for stage in (1, 2):
         for group in recipe.groups:
-            asked.append(_trained(recipe, 3, "wide", 0.5, stage, ffn_group=group))
+            timed = group == min(recipe.groups)
+            row = _trained(recipe, 3, "wide", 0.5, stage, ffn_group=group, speed=timed)
+            asked.append(row)
     # 4: budgets.
     for budget in ("paper", "flops"):
         both_stages(4, "wide", 0.5, budget=budget)
@@ -196,5 +203,6 @@ def _once(rows: list[Row]) -> tuple[Row, ...]:
             first,
             whole_tasks=first.whole_tasks or row.whole_tasks,
             generation=first.generation or row.generation,
+            speed=first.speed or row.speed,
         )
     return tuple(found.values())

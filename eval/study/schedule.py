@@ -2,7 +2,7 @@
 
 A `Job` is what one process does: a row's model and perplexity (`core`), or one more measurement of
 it. A kill loses what a job was doing and nothing else: the next start goes on from the results
-file and the run folders.
+file and the run folders. Speed is timed while nothing else runs.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from eval.study.plan import Row
 from eval.study.settings import Measured, Part, Settings, parts_of
 
 LATE: dict[str, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
+EXCLUSIVE: frozenset[Part] = frozenset({"speed"})  # nothing runs beside them
 
 # Seconds on one H200, for the estimate of `--dry-run`: of an update of 32,768 tokens of the 135M
 # model, and of perplexity and errors, as rows of 300 updates took; the rest is guessed.
@@ -28,6 +29,7 @@ SECONDS_OF: dict[Part, float] = {
     "errors": 20.0,
     "whole_tasks": 240.0,
     "generation": 300.0,
+    "speed": 60.0,
 }
 TOKENS_OF_ESTIMATE = 32_768
 
@@ -48,6 +50,11 @@ class Job:
     def core(self) -> bool:
         """Whether it makes the row's model too."""
         return self.part == "perplexity"
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether it needs the device to itself."""
+        return self.part in EXCLUSIVE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +84,14 @@ Start = Callable[[Job, bool], Running]  # a job, and whether it is only to be re
 def jobs_of(rows: Sequence[Row]) -> tuple[Job, ...]:
     """Every job of the rows, in order of value.
 
-    Wave by wave, in each first all models and perplexities and then the rest, row by row.
+    Wave by wave, in each first all models and perplexities, then the rest, row by row, and last
+    what runs alone.
     """
-    jobs = [Job(row, part) for row in rows for part in parts_of(row)]
-    return tuple(sorted(jobs, key=lambda j: (LATE.get(j.part, 0) + j.row.wave, not j.core)))
+
+    def place(job: Job) -> tuple[int, bool, bool]:
+        return LATE.get(job.part, 0) + job.row.wave, not job.core, job.exclusive
+
+    return tuple(sorted((Job(row, part) for row in rows for part in parts_of(row)), key=place))
 
 
 def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
@@ -117,6 +128,8 @@ def estimate(job: Job, settings: Settings) -> Estimate:
     """How long the job takes on one H200."""
     row, device = job.row, SECONDS_OF[job.part]
     beside = SECONDS_TO_START + SECONDS_TO_COMPILE / 2
+    if job.exclusive:  # two shapes are compiled, and nothing fills that time
+        return Estimate(device + SECONDS_TO_START + SECONDS_TO_COMPILE, 0.0)
     if job.core and row.stage and not settings.is_made(row):
         size = settings.sequence_length * settings.sequences_per_update / TOKENS_OF_ESTIMATE
         slower = 1.0 if row.distill == "off" else DISTILLED
@@ -148,7 +161,8 @@ def run(
     """Run the jobs, at most `slots` at once, until all are done or the deadline has come.
 
     A free slot takes the first job. One that waits for its stage 1 is rehearsed meanwhile, so that
-    its program is compiled when the stage 1 is there; once for all rows of that program.
+    its program is compiled when the stage 1 is there; once for all rows of that program. When the
+    turn of an exclusive one comes, nothing is started until it has run alone.
 
     Args:
         jobs: in order of value.
@@ -184,7 +198,7 @@ def run(
                         (outcome.finished if code == 0 else outcome.failed).append(job)
             while len(running) < slots:
                 job = next((j for j in left if _may_start(j, running, compiled, settings)), None)
-                if job is None:
+                if job is None or _must_wait(job, running):
                     break
                 rehearsal = not is_ready(job, settings)
                 if not rehearsal:
@@ -221,6 +235,11 @@ def _may_start(
     if any(other.row.id == job.row.id for other in running):
         return False
     return is_ready(job, settings) or (job.core and job.row.program not in compiled)
+
+
+def _must_wait(job: Job, running: Collection[Job]) -> bool:
+    """Whether the job, or one that runs, wants the device to itself."""
+    return any(one.exclusive for one in (job, *running)) and bool(running)
 
 
 def _end(processes: Sequence[Running]) -> None:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from eval.check_values import WIKITEXT
 from eval.records import read_records
-from eval.study.plan import GENERATION, TASKS, Row
+from eval.study.plan import GENERATION, LARGE_SHAPE, OWN_SHAPE, TASKS, Row
 from wide_jax.hf.config import read_config
 from wide_jax.hf.load import find_weights
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.save import fingerprint
 from wide_jax.hf.wide_folder import base_folder
 
-Part = Literal["perplexity", "tasks", "errors", "whole_tasks", "generation"]
+Part = Literal["perplexity", "tasks", "errors", "whole_tasks", "generation", "speed"]
 DType = Literal["float32", "bfloat16"]
 THRESHOLDS = "thresholds.npy"
 CONTENTS = ("base", "calibration", "text")  # of records: what was read, by its hash
@@ -113,9 +113,11 @@ class Settings:
         return (self.folder(row) / "model" / "wide_config.json").exists()
 
     def tasks_of(self, part: Part) -> tuple[str, ...]:
-        """What the part asks of the harness; empty where it asks nothing."""
+        """What the part has a record of each for; empty where it has one record."""
         if part == "generation":
             return (GENERATION,)
+        if part == "speed":
+            return (OWN_SHAPE, LARGE_SHAPE)
         return self.tasks if part in ("tasks", "whole_tasks") else ()
 
 
@@ -128,6 +130,8 @@ def parts_of(row: Row) -> tuple[Part, ...]:
         parts.append("whole_tasks")
     if row.generation:
         parts.append("generation")
+    if row.speed:
+        parts.append("speed")
     return tuple(parts)
 
 

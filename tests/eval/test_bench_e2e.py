@@ -120,6 +120,9 @@ def test_carried_masks_are_recorded_with_where_they_come_from(rows):
         rates = [np.mean(own["rates"][module]) for module in ("attention", "ffn")]
         assert own["sparsity"] == pytest.approx(np.mean(rates))
     assert all((r["rates"] is None) == (r["mask"] == "none") for r in rows)
+    for row in rows:
+        if row["mask"] != "none":
+            assert row["accounting"]["paper"] == pytest.approx(row["sparsity"])
     assert own["masks_of"]["agreement"] != random["masks_of"]["agreement"]
 
 

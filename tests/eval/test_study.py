@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import gzip
 import json
 import random
@@ -13,31 +14,37 @@ import time
 from pathlib import Path
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
+from eval import bench_e2e
+from eval.bench_e2e import E2EConfig
+from eval.e2e_runs import dense_variants
 from eval.records import ACCOUNTING, append_record, read_records
-from eval.study import document, schedule
+from eval.study import document, schedule, speed
 from eval.study.__main__ import main
 from eval.study.figures import figures
-from eval.study.findings import bootstrap, difference, read
+from eval.study.findings import Result, bootstrap, difference, read
 from eval.study.locks import Turn
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
 from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
 from eval.study.settings import CONTENTS, Measured, Settings, check_contents, parts_of
-from tests.eval.conftest import tiny_model
+from tests.eval.conftest import TINY, tiny_model
 from wide_jax.hf.pretrained import tensors_of
 from wide_jax.hf.save import save_model
+from wide_jax.shapes import SHAPES, shape
 
 RECIPE = Recipe(updates=2, long_updates=3, group=8, groups=(16,), heads=2, head_groups=(1,))
 ROWS = {row.id: row for row in plan(RECIPE)}
 WIDE = "wide-g8-h2-separate-50-s1-u2"
 STAGE2 = "wide-g8-h2-separate-50-s2-u2"
 CUT = "threshold-g8-h2-50"
+DEPTH = "depth-separate-50-s1-u2"
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +134,15 @@ def console():
 
 def records(settings):
     return [record for _, record in read_records(settings.record)]
+
+
+def speed_table_of(found):
+    """The document's table of records of rows that are in no plan of its own."""
+    results = {}
+    for record in found:
+        result = results.setdefault(record["row"], Result(ROWS[record["row"]], {}, {}))
+        result.records[record["part"], record["task"], record["metric"]] = record
+    return document.speed_table(results)
 
 
 def test_the_plan_is_issue_10s():
@@ -224,6 +240,65 @@ def test_the_untrained_baseline_meets_its_target_and_says_what_it_can_save(setti
     assert 0.3 < record["accounting"]["ffn"] < 0.7  # of another text and longer windows
     assert 0 < record["savable_flops"] < record["accounting"]["flops"]
     assert record["recipe"]["stage"] is None
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU to measure on")
+def test_without_a_gpu_speed_says_so_and_records_nothing(settings, console):
+    make(ROWS[WIDE], settings, console)
+    with pytest.raises(RuntimeError, match="needs a CUDA device: choose others"):
+        measure(ROWS[WIDE], "speed", settings, console)
+    assert not any(part == "speed" for _, part, *_ in Measured.read(settings).found)
+
+
+def test_speed_is_recorded_of_both_shapes_and_goes_on_after_the_first(
+    settings, console, monkeypatch
+):
+    """All but the device, whose times mean nothing here: the large shape is a tiny one."""
+    row = ROWS[WIDE]
+    make(row, settings, console)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    dense = dense_variants()[:1]  # without cuDNN's attention
+    monkeypatch.setattr(bench_e2e, "dense_variants", lambda: dense)
+    large = dataclasses.replace(TINY, num_hidden_layers=3, intermediate_size=64)
+    monkeypatch.setitem(SHAPES, "llama-3.1-8b", large)
+    monkeypatch.setattr(speed, "TOKENS", 48)
+    monkeypatch.setattr(
+        speed, "E2EConfig", functools.partial(E2EConfig, steps=2, rounds=3, phases=("prefill",))
+    )
+    jaxtyping.config.update("jaxtyping_disable", True)  # compiled ahead
+    try:
+        own = speed.speeds(row, ("own_shape",), settings, console)
+        kept = {"suite": "study", "row": row.id, "part": "speed", "settings": settings.recorded()}
+        append_record(settings.record, next(own) | kept)
+        assert missing([Job(row, "speed")], settings) == (Job(row, "speed"),)
+        measure(row, "speed", settings, console)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert missing([Job(row, "speed")], settings) == ()
+    found = {r["task"]: r for r in records(settings) if r["part"] == "speed"}
+    assert found.keys() == {"own_shape", "llama-3.1-8b"}
+    assert len({r["model"] for r in found.values()}) == 1
+    own = found["own_shape"]["speeds"]
+    assert [(one["phase"], one["mask"]) for one in own] == [
+        ("prefill", "trained"),
+        ("decode", "trained"),
+    ]
+    assert own[0]["speedup"] == pytest.approx(own[0]["dense_ms"] / own[0]["ms"])
+    assert found["own_shape"]["value"] == own[0]["speedup"]
+    assert found["own_shape"]["accounting"] == own[0]["accounting"]
+    carried = found["llama-3.1-8b"]["speeds"]
+    assert [one["mask"] for one in carried] == ["trained_statistics", "random_same_rates"]
+    assert {(one["ffn_group"], one["tokens"]) for one in carried} == {(16, 48)}
+    assert carried[0]["rates"] == carried[1]["rates"]
+    assert carried[0]["masks_of"]["places"] == {"layers": 1, "attention": 2, "ffn": 4}
+    assert "| llama-3.1-8b | prefill, 48 | 16 |" in speed_table_of(records(settings))
+
+
+def test_a_large_shapes_groups_are_the_same_share_of_its_ffn():
+    small, large = shape("smollm2-135m"), shape("llama-3.1-8b")
+    rows = {row.ffn_group: row for row in plan() if row.method == "wide"}
+    found = {g: speed.large_group(row, small, large) for g, row in rows.items()}
+    assert (found[16], found[64], found[512]) == (128, 512, 4096)
 
 
 def test_the_dense_row_needs_nothing_made(settings, console):
@@ -361,6 +436,52 @@ def run(settings, jobs, machine, **options):
     return schedule.run(
         jobs, settings, machine.start, pause=0.0, clock=machine.clock, say=lambda x: None, **options
     )
+
+
+def test_speed_is_measured_alone_after_its_waves_tasks_and_errors(empty):
+    machine = Machine(empty)
+    beside = []
+    jobs = jobs_of([ROWS["dense"], ROWS[WIDE], ROWS[DEPTH]])
+    start = machine.start
+
+    def watching(job, rehearsal):
+        beside.append((job, [name for name, _ in machine.running]))
+        return start(job, rehearsal)
+
+    machine.start = watching
+    outcome = run(empty, jobs, machine, slots=3)
+    assert {job.name for job in outcome.finished} == {job.name for job in jobs}
+    assert machine.most == 3
+    names = [job.name for job, _ in beside]
+    alone = f"{WIDE}.speed"
+    assert dict(zip(names, (others for _, others in beside), strict=True))[alone] == []
+    assert all(alone not in others for _, others in beside)
+    # Its own wave's tasks and errors are before it, and lanes that it emptied go on after it.
+    own = {job.name for job in jobs if job.part in ("perplexity", "tasks", "errors")}
+    assert own <= set(names[: names.index(alone)])
+    assert names[-1] != alone
+
+
+def test_a_speed_whose_row_failed_keeps_nobody_waiting(empty):
+    machine = Machine(empty, codes={f"{WIDE}.perplexity": 1})
+    jobs = jobs_of([ROWS["dense"], ROWS[WIDE]])
+    outcome = run(empty, jobs, machine, slots=2)
+    assert {job.row.id for job in outcome.finished} == {"dense"}
+    assert f"{WIDE}.speed" in {job.name for job in outcome.left}
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [((), True), (("--parts", "tasks,errors"), False), (("--parts", "speed"), True)],
+)
+def test_speed_is_planned_for_headline_rows_and_the_finest_groups(options, parts, tmp_path, capsys):
+    arguments = ["--out", str(tmp_path), "--record", str(tmp_path / "none.jsonl"), "--dry-run"]
+    assert main([*arguments, *options]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    timed = {line[1] for line in lines if "speed" in line}
+    names = [f"wide-g64-h3-separate-{t}-s{s}-u500" for t in (25, 50) for s in (1, 2)]
+    names += [f"wide-g16-h3-separate-50-s{s}-u500" for s in (1, 2)]
+    assert timed == (set(names) if parts else set())
 
 
 @pytest.fixture
@@ -551,6 +672,37 @@ def test_the_document_says_what_the_records_say(study_file, tmp_path):
     assert "- `depth-separate-50-s1-u500`: perplexity, tasks, errors" in text
     assert "![WikiText-2: loss and sparsity](study/loss.svg)" in text
     assert (tmp_path / "study" / "loss.svg").exists()
+
+
+def test_the_speed_table_has_a_line_a_shape_and_phase(study_file):
+    assert document.speed_table(read(study_file)) == document.NOTHING
+    rows = {row.id: row for row in plan()}
+    name = "wide-g64-h3-separate-50-s1-u500"
+    skipped = dict.fromkeys(ACCOUNTING, 0.5)
+
+    def timed(phase, mask, ms, **more):
+        return {
+            "phase": phase, "mask": mask, "tokens": 16_384, "ms": ms, "dense_ms": 300.0,
+            "dense": "dense", "speedup": 300.0 / ms, "ideal_speedup": 1.9, "accounting": skipped,
+            **more,
+        }  # fmt: skip
+
+    def add(shape, speeds):
+        record = entry(rows[name], "speed", shape, "prefill_speedup", speeds[0]["speedup"], None)
+        append_record(study_file, record | {"speeds": speeds})
+
+    add("own_shape", [timed("prefill", "trained", 400.0)])
+    assert f"- `{name}`: errors, whole_tasks, speed" in document.not_run(read(study_file))
+    own, random = ("trained_statistics", 200.0), ("random_same_rates", 250.0)
+    add("llama-3.1-8b", [timed("prefill", *kind, ffn_group=512) for kind in (own, random)])
+    assert f"- `{name}`: errors, whole_tasks\n" in document.not_run(read(study_file))
+    lines = document.speed_table(read(study_file)).splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == [
+        ["own_shape", "prefill, 16,384", "64", "50.0 / 50.0", "400.000", "300.000 (dense)",
+         "0.75", "1.90", ""],
+        ["llama-3.1-8b", "prefill, 16,384", "512", "50.0 / 50.0", "200.000", "300.000 (dense)",
+         "1.50", "1.90", "1.20"],
+    ]  # fmt: skip
 
 
 def test_a_part_with_some_of_its_tasks_is_not_run(study_file):
