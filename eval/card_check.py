@@ -28,6 +28,7 @@ from pallas_kernels import (
     rms_norm,
     rope_cache,
     route_kv,
+    step_counter,
     swiglu_up,
 )
 from pallas_kernels._common.shapes import MODELS, ModelShape
@@ -214,7 +215,7 @@ def _routing_cases(
         has_dense=False,
     )
     if x.shape[0] == 1:
-        counter = jnp.zeros(1, jnp.int32)
+        counter = step_counter()
         yield case(
             "route_kv",
             lambda i: route_kv(x, norm, weights, *w_kv, counter, eps=1e-5, implementation=i),

@@ -22,6 +22,7 @@ from pallas_kernels.layout import mask_layout as mask_layout
 from pallas_kernels.norm_route import RouterWeights as RouterWeights
 from pallas_kernels.norm_route import norm_route as norm_route
 from pallas_kernels.norm_route import norm_route_step as norm_route_step
+from pallas_kernels.norm_route import step_counter as step_counter
 from pallas_kernels.project_qkv import project_qkv as project_qkv
 from pallas_kernels.rms_norm import rms_norm as rms_norm
 from pallas_kernels.rope_cache import rope_cache as rope_cache

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import step_counter
 from wide_jax.config import ModelConfig
 
 
@@ -17,7 +18,7 @@ class LayerCache:
 
     keys: Float[Array, "B S Hk d"]
     values: Float[Array, "B S Hk d"]
-    counter: Int[Array, "1"]  # 0 between kernels: where the programs of a routing step meet
+    counter: Int[Array, " C"]  # 0 between kernels: where the programs of a routing step meet
 
     def write(
         self,
@@ -52,7 +53,7 @@ class KVCache:
         """A cache for `batch` rows of up to `capacity` tokens."""
         shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
         layers = tuple(
-            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((1,), jnp.int32))
+            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), step_counter())
             for _ in range(config.num_hidden_layers)
         )
         return cls(layers, jnp.zeros((batch,), jnp.int32))

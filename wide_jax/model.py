@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels import step_counter
 from wide_jax import pruned
 from wide_jax.attention import Attention, AttentionInputs, Causal
 from wide_jax.batch import TokenBatch
@@ -122,7 +123,7 @@ class DecoderLayer(nnx.Module):
         kernels: Kernels,
     ) -> tuple[Float[Array, "B T D"], LayerDecisions, LayerCache | None]:
         """The same through the kernels: routing, norm and layout once a sublayer."""
-        counter = jnp.zeros((1,), jnp.int32) if cache is None else cache.counter
+        counter = step_counter() if cache is None else cache.counter
         attn = pruned.decision(
             self.input_layernorm,
             self.router_attention,

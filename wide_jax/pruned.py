@@ -66,7 +66,7 @@ class Decision:
     normed: Float[Array, "B T D"]
     mask: Bool[Array, "B T groups"] | None  # None: everything
     layout: MaskLayout | None  # None: everything, by plain products
-    counter: Int32[Array, "1"]  # the routing kernel's, for the next decision
+    counter: Int32[Array, " C"]  # the routing kernel's, for the next decision
     # Keys and values, where the routing kernel made them too.
     kv: tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]] | None = None
 
@@ -82,7 +82,7 @@ def decision(
     layer: int,
     module: Module,
     groups: int,
-    counter: Int32[Array, "1"],
+    counter: Int32[Array, " C"],
     attention: Attention | None = None,
     decided: Decision | None = None,
 ) -> Decision:
@@ -138,7 +138,7 @@ class _Asked(NamedTuple):
 
     normed: Float[Array, "B T D"]
     mask: Bool[Array, "B T groups"]
-    counter: Int32[Array, "1"]
+    counter: Int32[Array, " C"]
     kv: tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]] | None
 
 
@@ -146,7 +146,7 @@ def _asked(
     norm: RMSNorm,
     router: Router,
     x: Float[Array, "B T D"],
-    counter: Int32[Array, "1"],
+    counter: Int32[Array, " C"],
     kernels: Kernels,
     attention: Attention | None,
 ) -> _Asked:

@@ -3,3 +3,4 @@
 from pallas_kernels.norm_route.api import RouterWeights as RouterWeights
 from pallas_kernels.norm_route.api import norm_route as norm_route
 from pallas_kernels.norm_route.api import norm_route_step as norm_route_step
+from pallas_kernels.norm_route.api import step_counter as step_counter

@@ -9,7 +9,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import DTYPES
 
-STEP_TOKENS = 4  # a step's programs each read all tokens: of more, one kernel after another
+# A step's programs each read all of a token and of a row of the compressor, so there are to be few:
+# beyond, one kernel after another.
+STEP_TOKENS = 16
+STEP_PROGRAMS = 1024
 RouteImplementation = Literal["reference", "triton"]
 
 
@@ -28,6 +31,16 @@ class RouterWeights(NamedTuple):
     def groups(self) -> int:
         """The number of groups that the router decides about."""
         return self.router.shape[0] // 2
+
+
+def step_counter() -> Int32[Array, " C"]:
+    """The counter of `norm_route_step`, as its first call takes it."""
+    return jnp.zeros((STEP_TOKENS,), jnp.int32)
+
+
+def is_step(tokens: int, rank: int) -> bool:
+    """Whether so many tokens are routed by the kernel whose programs meet at a counter."""
+    return tokens <= STEP_TOKENS and tokens * rank <= STEP_PROGRAMS
 
 
 def norm_route(
@@ -59,14 +72,13 @@ def norm_route(
         ValueError: shapes or dtypes that do not fit together, with the numbers.
         NotImplementedError: the named implementation cannot run here; or the result of the kernel
             is being differentiated, or batched by `jax.vmap` where the kernel updates a buffer
-            in place (up to 4 tokens).
+            in place (`is_step`).
     """
-    counter = jnp.zeros((1,), jnp.int32)
     normed, mask, _ = norm_route_step(
         x,
         norm_weight,
         weights,
-        counter,
+        step_counter(),
         eps=eps,
         threshold=threshold,
         implementation=implementation,
@@ -78,29 +90,29 @@ def norm_route_step(
     x: Float[Array, "M D"],
     norm_weight: Float[Array, " D"],
     weights: RouterWeights,
-    counter: Int32[Array, "1"],
+    counter: Int32[Array, " C"],
     *,
     eps: float,
     threshold: float = 0.0,
     implementation: RouteImplementation | None = None,
-) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"], Int32[Array, "1"]]:
+) -> tuple[Float[Array, "M D"], Bool[Array, "M groups"], Int32[Array, " C"]]:
     """`norm_route` with the counter that its programs meet at, for loops that keep one.
 
-    Up to 4 tokens the program that finishes last decides, and counts for that. The counter is 0
-    before and after: passed on from call to call it is never written by anything else, where
-    `norm_route` has XLA make a zero for every call (about a microsecond each).
+    Of a few tokens the program that finishes one last decides, and counts for that. The counter
+    (`step_counter`) is 0 before and after: passed on from call to call it is never written by
+    anything else, where `norm_route` has XLA make zeros for every call (about a microsecond each).
 
     Returns:
         normed, mask, and the counter for the next call. Arguments and errors are `norm_route`'s.
     """
-    check_norm_route("norm_route", x, norm_weight, weights)
+    check_norm_route("norm_route", x, norm_weight, weights, counter)
     match implementation or ("triton" if triton_support.runs_here() else "reference"):
         case "reference":
             from pallas_kernels.norm_route.reference import norm_route as run
         case "triton":
             if x.shape[0] == 0:  # nothing to launch
                 from pallas_kernels.norm_route.reference import norm_route as run
-            elif x.shape[0] <= STEP_TOKENS:
+            elif is_step(x.shape[0], weights.compressor.shape[0]):
                 from pallas_kernels.norm_route.triton import few_tokens
 
                 return few_tokens(x, norm_weight, weights, counter, eps, threshold)
@@ -111,7 +123,13 @@ def norm_route_step(
     return *run(x, norm_weight, weights, eps, threshold), counter
 
 
-def check_norm_route(op: str, x: jax.Array, norm_weight: jax.Array, weights: RouterWeights) -> None:
+def check_norm_route(
+    op: str,
+    x: jax.Array,
+    norm_weight: jax.Array,
+    weights: RouterWeights,
+    counter: jax.Array,
+) -> None:
     """Raise `ValueError` on operands that do not fit together, with the numbers."""
     if x.ndim != 2 or x.dtype.name not in DTYPES:
         raise ValueError(
@@ -132,3 +150,8 @@ def check_norm_route(op: str, x: jax.Array, norm_weight: jax.Array, weights: Rou
             )
     if outputs == 0 or outputs % 2:
         raise ValueError(f"{op}: router has {outputs} rows, expected two a group")
+    if counter.shape != (STEP_TOKENS,) or counter.dtype != jnp.int32:
+        raise ValueError(
+            f"{op}: counter is {counter.dtype}{list(counter.shape)}, expected int32"
+            f"[{STEP_TOKENS}]: begin with step_counter()"
+        )

@@ -13,7 +13,7 @@ def route_kv(
     weights: RouterWeights,
     w_k: Float[Array, "Nk D"],
     w_v: Float[Array, "Nk D"],
-    counter: Int32[Array, "1"],
+    counter: Int32[Array, " C"],
     *,
     eps: float,
     threshold: float = 0.0,
@@ -24,7 +24,7 @@ def route_kv(
     Bool[Array, "1 groups"],
     Float[Array, "1 Nk"],
     Float[Array, "1 Nk"],
-    Int32[Array, "1"],
+    Int32[Array, " C"],
 ]:
     """`norm_route_step` and the keys and values of what it norms, for one token.
 
@@ -53,7 +53,7 @@ def route_kv(
         NotImplementedError: the named implementation cannot run here; or the result of the kernel
             is being differentiated, or batched by `jax.vmap`.
     """
-    check_norm_route("route_kv", x, norm_weight, weights)
+    check_norm_route("route_kv", x, norm_weight, weights, counter)
     if x.shape[0] != 1:
         raise ValueError(
             f"route_kv: one token, got {x.shape[0]}: more take norm_route_step and project_qkv"

@@ -29,7 +29,7 @@ HELD = 2048  # numbers of the router's second map at once: all programs have the
 
 @jit
 def route_kv_kernel(
-    arrived,  # [1], routing programs that have finished: 0 before and after
+    arrived,  # [STEP_TOKENS], of the first the routing programs that have finished: 0 in the end
     x,  # [1, D]
     norm_weight,  # [D]
     compressor,  # [R, D]
@@ -51,7 +51,6 @@ def route_kv_kernel(
     EPS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,  # 1
     BLOCK_D: tl.constexpr,  # of the compressor at once
     BLOCK_G: tl.constexpr,
     SLICE: tl.constexpr,
@@ -64,9 +63,8 @@ def route_kv_kernel(
     pid = tl.program_id(0)
     if pid < R:  # first in the grid: nothing else takes as long
         route_row(
-            pid, arrived, x, norm_weight, compressor, compressor_bias, router, router_bias, 1,
-            normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, TOKENS, BLOCK_D, BLOCK_G,
-            SLICE,
+            0, pid, arrived, x, norm_weight, compressor, compressor_bias, router, router_bias,
+            normed, mask, z, D, R, GROUPS, EPS, THRESHOLD, RANKS, BLOCK_D, BLOCK_G, SLICE,
         )  # fmt: skip
     else:
         TILES: tl.constexpr = (NK + BLOCK_N - 1) // BLOCK_N
@@ -123,7 +121,7 @@ def route_kv(
     weights: RouterWeights,
     w_k: Float[Array, "Nk D"],
     w_v: Float[Array, "Nk D"],
-    counter: Int32[Array, "1"],
+    counter: Int32[Array, " C"],
     biases: KVBiases | None,
     eps: float,
     threshold: float,
@@ -132,7 +130,7 @@ def route_kv(
     Bool[Array, "1 groups"],
     Float[Array, "1 Nk"],
     Float[Array, "1 Nk"],
-    Int32[Array, "1"],
+    Int32[Array, " C"],
 ]:
     """See `pallas_kernels.route_kv`."""
     triton_support.require_device("route_kv", current_device().capability)
@@ -171,7 +169,7 @@ def kernel_constants(
     """Compile-time constants of `route_kv_kernel`."""
     hidden = x.shape[1]
     block_k = next_power_of_two(hidden)
-    return step_constants(1, hidden, weights, eps, threshold, HELD) | dict(
+    return step_constants(hidden, weights, eps, threshold, HELD) | dict(
         NK=channels,
         HAS_BIAS=biased,
         BLOCK_N=min(16, max(1, TILE_BYTES // (block_k * x.dtype.itemsize))),

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import RouterWeights, norm_route, norm_route_step
+from pallas_kernels import RouterWeights, norm_route, norm_route_step, step_counter
 from pallas_kernels._common.cubin import TYPE_NAMES, compile_usage
 from pallas_kernels._common.device import KNOWN_DEVICES
-from pallas_kernels.norm_route.api import STEP_TOKENS
+from pallas_kernels.norm_route.api import is_step
 from pallas_kernels.norm_route.triton import (
     NUM_STAGES,
     NUM_WARPS,
@@ -26,6 +26,8 @@ EPS = 1e-5
 SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
     (1, 576, 32, 9),
     (5, 128, 16, 112),
+    (16, 48, 16, 9),
+    (9, 48, 128, 9),  # too many programs for a step
     (1, 64, 128, 70),  # more groups than a step decides at once
     (3, 64, 16, 130),
     (4, 576, 32, 24),
@@ -108,19 +110,19 @@ def test_a_token_does_not_depend_on_its_neighbours(m, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("m", [1, 4, 5, 65])
+@pytest.mark.parametrize("m", [1, 4, 16, 17, 65])
 def test_a_counter_serves_call_after_call(m, implementation):
     x, norm, weights = operands(m, 96, 16, 5, "float32")
     with running(implementation):
         wanted = norm_route(x, norm, weights, eps=EPS, implementation=implementation)
-        counter = jnp.zeros((1,), jnp.int32)
+        counter = step_counter()
         for _ in range(3):
             *got, counter = norm_route_step(
                 x, norm, weights, counter, eps=EPS, implementation=implementation
             )
             for ours, theirs in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
-            assert counter.tolist() == [0]
+            assert not counter.any()
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -135,6 +137,8 @@ def test_no_tokens_and_refusals():
         norm_route(x[:, :32], norm[:32], weights, eps=EPS)
     with pytest.raises(ValueError, match="unknown implementation"):
         norm_route(x, norm, weights, eps=EPS, implementation="cuda")
+    with pytest.raises(ValueError, match=r"counter is int32\[1\], expected int32\[16\]"):
+        norm_route_step(x, norm, weights, jnp.zeros((1,), jnp.int32), eps=EPS)
     if not ON_GPU:
         with pytest.raises(NotImplementedError, match="needs a CUDA device"):
             norm_route(x, norm, weights, eps=EPS, implementation="triton")
@@ -143,15 +147,15 @@ def test_no_tokens_and_refusals():
 def kernels_of(m, hidden, rank, dtype):
     """The kernels that M tokens run, with their constants."""
     _, _, weights = operands(1, hidden, rank, 112, dtype)
-    if m <= STEP_TOKENS:
-        return {step_kernel: step_constants(m, hidden, weights, EPS, 0.0)}
+    if is_step(m, rank):
+        return {step_kernel: step_constants(hidden, weights, EPS, 0.0)}
     sums = sum_constants(m, hidden, dtype, rank)
     finish = finish_constants(hidden, sums["SLICES"], weights, EPS, 0.0)
     return {sum_rows_kernel: sums, finish_rows_kernel: finish}
 
 
 @pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda d: d.capability)
-@pytest.mark.parametrize("m", [1, 4, 5, 1024, 4096, 65536])
+@pytest.mark.parametrize("m", [1, 17, 1024, 4096, 65536])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compile_without_spills(device, dtype, m):
     kind = TYPE_NAMES[dtype]
@@ -168,7 +172,9 @@ def test_kernels_compile_without_spills(device, dtype, m):
             assert found.spills == 0
             assert found.shared_memory <= device.shared_memory_per_block
             assert "red." not in found.instructions
-            if m > STEP_TOKENS:  # the step's one atomic counts programs, and adds nothing up
+            if (
+                kernel is not step_kernel
+            ):  # the step's one atomic counts programs, and adds nothing up
                 assert "atom." not in found.instructions
 
 
@@ -186,7 +192,7 @@ def test_slices_cover_all_channels_once(m, hidden):
 def test_a_step_of_a_high_rank_holds_fewer_groups(device):
     """Loaded ahead, 128 groups of rank 128 would take all registers and spill."""
     _, _, weights = operands(1, 4096, 128, 112, "bfloat16")
-    constants = step_constants(1, 4096, weights, EPS, 0.0)
+    constants = step_constants(4096, weights, EPS, 0.0)
     kinds = {"mask": "*i1", "M": "i32", "arrived": "*i32"}
     kinds |= dict.fromkeys(("x", "norm_weight", "normed"), TYPE_NAMES["bfloat16"])
     signature = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import step_counter
 from pallas_kernels._common.device import H200
 from tests.kernels.contract import running
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
@@ -439,7 +440,7 @@ def test_a_dense_step_of_plain_products_builds_no_layout():
             layer=0,
             module="attention",
             groups=2,
-            counter=jnp.zeros((1,), jnp.int32),
+            counter=step_counter(),
         ).layout
 
     assert layout(Kernels(gemm_mn="dense", swiglu_up="dense", gemm_k="dense")) is None
