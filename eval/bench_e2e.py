@@ -294,7 +294,7 @@ def _phase(
 ) -> list[Measured]:
     """Compile every variant, then run them in turns."""
     batch, tokens = ids.shape
-    lengths = np.full(batch, tokens, np.int32)
+    lengths = jnp.full(batch, tokens, jnp.int32)
     capacity = tokens + config.steps
     if phase == "prefill":
         cache = empty_cache(model.config, batch, capacity)
@@ -367,7 +367,8 @@ def _filled(model: WideForCausalLM, ids, lengths, cache):
     variant = dense_variants()[0]
     graphdef, state = split_on(model, variant.kernels)
     _, cache = run_prefill(graphdef, state, ids, lengths, cache, variant.routing)
-    return jax.block_until_ready(dataclasses.replace(cache, lengths=jnp.asarray(lengths)))
+    held = jnp.array(lengths)  # a copy: whoever gets the cache donates it
+    return jax.block_until_ready(dataclasses.replace(cache, lengths=held))
 
 
 def _used(
