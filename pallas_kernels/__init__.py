@@ -7,12 +7,15 @@
     y = gemm_k(h, w_down, layout, residual=x)  # summed over the active groups of input channels
     out = attention_prefill(q, k, v, layout_attention)      # causal, active heads only
     out = attention_decode(q, k_cache, v_cache, mask, lengths)
+    # a decode step's rotation and cache entry beside it
+    out, k_cache, v_cache = attention_step(q, k, v, k_cache, v_cache, mask, lengths, rotation)
 
 docs/kernels.md explains layout, kernels and measurements.
 """
 
 from pallas_kernels.attention_decode import attention_decode as attention_decode
 from pallas_kernels.attention_prefill import attention_prefill as attention_prefill
+from pallas_kernels.attention_step import attention_step as attention_step
 from pallas_kernels.dispatch import Choice as Choice
 from pallas_kernels.dispatch import explain as explain
 from pallas_kernels.gemm_k import gemm_k as gemm_k

@@ -193,7 +193,10 @@ def plan(
         from_start=unwindowed,
         device=device,
     )
-    found.insert(1, _planned(op, "attention", getattr(kernels, op), choice))
+    part = "attention"
+    if tokens == 1 and kernels.attends_in_a_step:  # by the table of `attention_decode`
+        op, part = "attention_step", "rotation, cache, attention"
+    found.insert(1, _planned(op, part, getattr(kernels, op), choice))
     return found if whole else [*_planned_routing(kernels, m, device), *found]
 
 

@@ -53,11 +53,20 @@ class Kernels:
     gemm_k: Implementation | None = None
     attention_prefill: AttentionImplementation | None = None
     attention_decode: AttentionImplementation | None = None
+    # A decode step: rotation, cache and attention in one. None leaves them to `rope_cache` and
+    # `attention_decode` where one of these is named, or the cache has another dtype than its keys.
+    attention_step: AttentionImplementation | None = None
 
     @property
     def routes_with_kv(self) -> bool:
         """Whether a step of one token takes `route_kv`."""
         return self.route_kv is not None or (self.norm_route is None and self.gemm_mn is None)
+
+    @property
+    def attends_in_a_step(self) -> bool:
+        """Whether a decode step takes `attention_step`."""
+        apart = self.rope_cache is not None or self.attention_decode is not None
+        return self.attention_step is not None or not apart
 
     @property
     def plain_products(self) -> bool:

@@ -6,10 +6,11 @@
          swiglu_up (gate, up) -> gemm_k (down) -> + x
 
 A step of one token makes its keys and values beside the first decision: `route_kv` in place of
-`norm_route`, then `gemm_mn` in place of `project_qkv`. `rope_cache` rotates its query too; a
-prompt's are left to the attention that reads them, which may turn only the active ones. The plain
-path (`attention.py`, `mlp.py`) is the specification. Padding tokens skip every group here: nobody
-reads their outputs.
+`norm_route`, then `gemm_mn` in place of `project_qkv`. One token a row is rotated, written to the
+cache and attends in one operation, `attention_step`. A prompt's queries are left to the attention
+that reads them, which may turn only the active ones; `rope_cache` does its keys. The plain path
+(`attention.py`, `mlp.py`) is the specification. Padding tokens skip every group here: nobody reads
+their outputs.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention_decode import attention_decode
 from pallas_kernels.attention_prefill import attention_prefill
+from pallas_kernels.attention_step import attention_step
 from pallas_kernels.dispatch import SMALL_TOKENS
 from pallas_kernels.project_qkv import Biases, project_qkv, unmerged
 from pallas_kernels.rope_cache import Rotation, rope_cache
@@ -207,16 +209,10 @@ def attend(
         y.reshape(rows, tokens, -1, attention.head_dim)
         for y in _projected(attention, decision, kernels)
     )
-    rotation = None
-    if cache is None:
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = (rotate(x, shared.cos, shared.sin) for x in (q, k))
+    if cache is not None and _one_operation(k, shared, cache, kernels):
+        out, cache = _step(attention, q, k, v, decision, shared, cache, kernels)
     else:
-        if not _decodes(shared, tokens):
-            rotation = _rotation(attention, shared)
-        q, k, cache = _cached(attention, q, k, v, shared, cache, kernels, rotation)
-    out = _attention(attention, q, k, v, decision, shared, cache, kernels, rotation)
+        out, cache = _in_turn(attention, q, k, v, decision, shared, cache, kernels)
     out = out.reshape(rows * tokens, -1)
     # Where everything runs, padding's heads are computed though its layout says off.
     zeroed = decision.mask is not None
@@ -224,12 +220,84 @@ def attend(
 
 
 def _decodes(shared: AttentionInputs, tokens: int) -> bool:
-    """Whether a step with a cache goes through `attention_decode`."""
+    """Whether a step with a cache goes through `attention_decode`, or `attention_step`."""
     return tokens == 1 and not shared.fresh
 
 
+def _one_operation(
+    k: Float[Array, "B T Hk d"], shared: AttentionInputs, cache: LayerCache, kernels: Kernels
+) -> bool:
+    """Whether a step goes through `attention_step`: one that is named raises where it cannot run.
+
+    It takes a cache of the projections' dtype only.
+    """
+    if not _decodes(shared, k.shape[1]) or not kernels.attends_in_a_step:
+        return False
+    return kernels.attention_step is not None or cache.keys.dtype == k.dtype
+
+
+def _step(
+    attention: Attention,
+    q: Float[Array, "B 1 Hq d"],
+    k: Float[Array, "B 1 Hk d"],
+    v: Float[Array, "B 1 Hk d"],
+    decision: Decision,
+    shared: AttentionInputs,
+    cache: LayerCache,
+    kernels: Kernels,
+) -> tuple[Float[Array, "B Hq d"], LayerCache]:
+    """Attention of one new token a row, and the cache with it."""
+    layout = None if decision.mask is None else decision.layout
+    k_norm = attention.k_norm
+    out, keys, values = attention_step(
+        q[:, 0],
+        k[:, 0],
+        v[:, 0],
+        cache.keys,
+        cache.values,
+        None if layout is None else layout.mask,
+        _lengths(shared),
+        _rotation(attention, shared),
+        k_norm=None if k_norm is None else k_norm.weight[...],
+        sliding_window=attention.window,
+        expected_sparsity=None if layout is None else layout.expected_sparsity,
+        implementation=kernels.attention_step,
+    )
+    return out, dataclasses.replace(cache, keys=keys, values=values)
+
+
+def _lengths(shared: AttentionInputs) -> Int32[Array, " B"]:
+    """Of every row in the cache, the step's token included; a row without a new one reads none."""
+    assert shared.start is not None  # with a cache there is one
+    new = shared.segment_ids[:, 0] > 0
+    return jnp.where(new, shared.start + 1, 0)
+
+
+def _in_turn(
+    attention: Attention,
+    q: Float[Array, "B T Hq d"],
+    k: Float[Array, "B T Hk d"],
+    v: Float[Array, "B T Hk d"],
+    decision: Decision,
+    shared: AttentionInputs,
+    cache: LayerCache | None,
+    kernels: Kernels,
+) -> tuple[Float[Array, "B T Hq d"], LayerCache | None]:
+    """Rotation and the cache's new entries, then attention, which may rotate the queries."""
+    rotation = None
+    if cache is None:
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = (rotate(x, shared.cos, shared.sin) for x in (q, k))
+    else:
+        if not _decodes(shared, q.shape[1]):
+            rotation = _rotation(attention, shared)
+        q, k, cache = _cached(attention, q, k, v, shared, cache, kernels, rotation)
+    return _attention(attention, q, k, v, decision, shared, cache, kernels, rotation), cache
+
+
 def _rotation(attention: Attention, shared: AttentionInputs) -> Rotation:
-    """What `attention_prefill` is to do to the queries."""
+    """What attention is to do to the queries."""
     norm = attention.q_norm
     if norm is None:
         return Rotation(shared.cos, shared.sin)
@@ -297,7 +365,7 @@ def _attention(
                 k,
                 v,
                 None if layout is None else layout.mask,
-                jnp.where(new > 0, lengths, 0),  # a row without a new token reads nothing
+                _lengths(shared),
                 sliding_window=attention.window,
                 expected_sparsity=None if layout is None else layout.expected_sparsity,
                 implementation=kernels.attention_decode,

@@ -1,7 +1,7 @@
 """The public function of decode attention."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels._attention.checks import check_heads, check_rows, check_settings
 from pallas_kernels._attention.config import AttentionConfig, AttentionImplementation
@@ -51,7 +51,53 @@ def attention_decode(
         NotImplementedError: the named implementation cannot run this here; or the result of a
             kernel is being differentiated.
     """
-    op = "attention_decode"
+    problem = decode_problem(
+        "attention_decode",
+        q,
+        k_cache,
+        v_cache,
+        mask,
+        lengths,
+        first=first,
+        sliding_window=sliding_window,
+        expected_sparsity=expected_sparsity,
+    )
+    scale = check_settings("attention_decode", sliding_window, scale, problem.d)
+    if 0 in (problem.b, problem.s):
+        return jnp.zeros(q.shape, q.dtype)
+    chosen, config = resolve(problem, implementation, config)
+    if chosen == "dense":
+        from pallas_kernels.attention_decode.dense import attention as dense
+
+        return dense(q, k_cache, v_cache, mask, lengths, scale, plain=problem.plain)
+    low, high = decode_ranges(problem.s, lengths, first, sliding_window)
+    if mask is None:
+        mask = jnp.ones((problem.b, 1), bool)
+    if chosen == "reference":
+        from pallas_kernels.attention_decode.reference import attention as reference
+
+        return reference(q, k_cache, v_cache, mask, low, high, scale)
+    from pallas_kernels.attention_decode.triton import attention as run
+
+    return run(q, k_cache, v_cache, mask, low, high, scale, config)
+
+
+def decode_problem(
+    op: str,
+    q: Float[Array, "B Hq d"],
+    k_cache: Float[Array, "B S Hk d"],
+    v_cache: Float[Array, "B S Hk d"],
+    mask: Bool[Array, "B Ga"] | None,
+    lengths: Int[Array, " B"],
+    *,
+    first: Int[Array, " B"] | None,
+    sliding_window: int | None,
+    expected_sparsity: float | None,
+) -> AttentionProblem:
+    """What tables know of a call by: `attention_decode`'s facts, whichever `op` asks.
+
+    Raises `ValueError`, in the name of `op`, on operands that do not fit.
+    """
     if q.ndim != 3:
         raise ValueError(f"{op}: q must be [B, Hq, d], got {q.shape}")
     check_heads(op, q, k_cache, v_cache, None if mask is None else mask.shape[-1])
@@ -59,11 +105,8 @@ def attention_decode(
     if mask is not None and (mask.ndim != 2 or mask.shape[0] != b or mask.dtype != jnp.bool_):
         raise ValueError(f"{op}: mask must be bool [{b}, Ga], got {mask.dtype}{list(mask.shape)}")
     check_rows(op, b, lengths=lengths, first=first)
-    scale = check_settings(op, sliding_window, scale, d)
-    if 0 in (b, s):
-        return jnp.zeros(q.shape, q.dtype)
-    problem = AttentionProblem(
-        op,
+    return AttentionProblem(
+        "attention_decode",
         b,
         1,
         s,
@@ -75,26 +118,22 @@ def attention_decode(
         0.0 if mask is None else expected_sparsity,
         first is None and sliding_window is None,
     )
-    chosen, config = resolve(problem, implementation, config)
-    if chosen == "dense":
-        from pallas_kernels.attention_decode.dense import attention as dense
 
-        return dense(q, k_cache, v_cache, mask, lengths, scale, plain=problem.plain)
+
+def decode_ranges(
+    slots: int,
+    lengths: Int[Array, " B"],
+    first: Int[Array, " B"] | None,
+    sliding_window: int | None,
+) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+    """The lowest slot that each row's newest token sees, and its own; (S, -1) without one."""
     low, high = visible_ranges(
         1,
-        s,
+        slots,
         start=lengths - 1,
         lengths=lengths,
-        first=jnp.zeros((b,), jnp.int32) if first is None else first,
+        first=jnp.zeros(lengths.shape, jnp.int32) if first is None else first,
         segment_ids=None,
         sliding_window=sliding_window,
     )
-    if mask is None:
-        mask = jnp.ones((b, 1), bool)
-    if chosen == "reference":
-        from pallas_kernels.attention_decode.reference import attention as reference
-
-        return reference(q, k_cache, v_cache, mask, low[:, 0], high[:, 0], scale)
-    from pallas_kernels.attention_decode.triton import attention as run
-
-    return run(q, k_cache, v_cache, mask, low[:, 0], high[:, 0], scale, config)
+    return low[:, 0], high[:, 0]

@@ -9,6 +9,8 @@
 Both are short: what they wait for, one read after another, is much of their time. So the queries
 are under way with the mask and the ranges, and all that the merge needs of a split with its peak.
 
+A step (STEP: `attention_step`) begins before the rotation: `step.py`.
+
 A split without visible slots, and a kv head that no active group reads, return before they read
 anything; the merge knows the same ranges and masks and does not look at them either. The merge
 adds splits in order: reruns are bit-identical.
@@ -17,16 +19,23 @@ adds splits in order: reruns are bit-identical.
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit
+from pallas_kernels.attention_decode.step import begin_step
 
 
 @jit
 def split_kernel(
+    k,  # [B, S, HK, D], updated in place if STEP
+    v,  # [B, S, HK, D], updated in place if STEP
     q,  # [B, HQ, D]
-    k,  # [B, S, HK, D]
-    v,  # [B, S, HK, D]
     mask,  # [B, GROUPS] bool
     low,  # [B] int32
-    high,  # [B] int32
+    high,  # [B] int32, the new token's slot
+    new_k,  # [B, HK, D], read if STEP, as is all down to k_norm
+    new_v,  # [B, HK, D]
+    cos,  # [B, D / 2] float32
+    sin,  # [B, D / 2] float32
+    q_norm,  # [D], read if HAS_NORM
+    k_norm,  # [D], read if HAS_NORM
     S,
     rows,  # B
     splits,
@@ -43,6 +52,9 @@ def split_kernel(
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STEP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
 ):
     """One split of one kv head, for all query heads that read it."""
     PER_KV: tl.constexpr = HQ // HK
@@ -54,17 +66,26 @@ def split_kernel(
     lanes = tl.arange(0, HEADS)
     head = kv_head * PER_KV + tl.minimum(lanes, PER_KV - 1)
     on = tl.load(mask + row * GROUPS + head // PER_GROUP).to(tl.int32)
+    newest = tl.load(high + row)
     first = tl.maximum(tl.load(low + row), split * SPLIT)
-    end = tl.minimum(tl.load(high + row) + 1, split * SPLIT + SPLIT)
+    end = tl.minimum(newest + 1, split * SPLIT + SPLIT)
     columns = tl.arange(0, BLOCK_D)
     column_ok = columns < D
     query_row = row.to(tl.int64) * HQ + head
     queries = tl.load(
         q + (query_row * D)[:, None] + columns[None, :], mask=column_ok[None, :], other=0.0
     )
+    STRIDE: tl.constexpr = HK * D
+    base = row.to(tl.int64) * S * STRIDE + kv_head * D
+    if STEP:
+        holds = (newest >= split * SPLIT) & (newest < split * SPLIT + SPLIT)
+        queries = begin_step(
+            k + base + newest.to(tl.int64) * STRIDE, v + base + newest.to(tl.int64) * STRIDE, holds,
+            queries, q + (query_row * D)[:, None], new_k + (row.to(tl.int64) * HK + kv_head) * D,
+            new_v + (row.to(tl.int64) * HK + kv_head) * D, cos + row * (D // 2),
+            sin + row * (D // 2), q_norm, k_norm, D, HEADS, BLOCK_D, HAS_NORM, EPS,
+        )  # fmt: skip
     if (tl.max(on, axis=0) != 0) & (first < end):
-        STRIDE: tl.constexpr = HK * D
-        base = row.to(tl.int64) * S * STRIDE + kv_head * D
         keys = tl.arange(0, BLOCK_N)
         peak = tl.full((HEADS,), -1e30, tl.float32)
         total = tl.zeros((HEADS,), tl.float32)

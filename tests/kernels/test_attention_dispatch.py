@@ -283,8 +283,11 @@ def flash_usage(device: Device, config: FlashConfig, d: int, dtype: str) -> Usag
     )
 
 
+UNREAD = ("new_k", "new_v", "cos", "sin", "q_norm", "k_norm")  # of a step
+
+
 def split_usage(device: Device, config: DecodeConfig, d: int, dtype: str) -> Usage:
-    signature = dict.fromkeys(("q", "k", "v"), TYPE_NAMES[dtype])
+    signature = dict.fromkeys(("q", "k", "v", *UNREAD), TYPE_NAMES[dtype])
     signature |= {"mask": "*i1", "low": "*i32", "high": "*i32"}
     signature |= dict.fromkeys(("S", "rows", "splits"), "i32")
     signature |= dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
@@ -292,10 +295,11 @@ def split_usage(device: Device, config: DecodeConfig, d: int, dtype: str) -> Usa
     if dtype != "float32":
         constants["PRECISION"] = "tf32"
     blocks = dict(SPLIT=config.split, BLOCK_N=config.block_n, BLOCK_D=head_block(d))
+    step = dict(STEP=False, HAS_NORM=False, EPS=0.0)
     return compile_usage(
         split_kernel,
         signature,
-        constants | blocks,
+        constants | blocks | step,
         device.capability,
         config.num_warps,
         config.num_stages,

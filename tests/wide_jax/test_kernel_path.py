@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import step_counter
-from pallas_kernels._common.device import H200
+from pallas_kernels._common.device import CPU, H200
 from tests.kernels.contract import running
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax import lora, pruned
@@ -18,7 +18,7 @@ from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import RopeConfig, WideConfig
 from wide_jax.engine import automatic_kernels, plan, use_kernels
-from wide_jax.generate import _decode_until, generate, prefill
+from wide_jax.generate import _decode_until, decode_step, generate, prefill
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import attention_inputs
 from wide_jax.params import BaseParam
@@ -198,12 +198,13 @@ def test_auto_takes_plain_jax_where_kernels_cannot_run(monkeypatch):
 def test_plan_names_every_op_of_a_layer():
     config, kernels = tiny_config(), Kernels(gemm_mn="reference")
     wide = WideConfig.for_model(config, ffn_group_size=8)
-    for tokens, attention in ((1, "attention_decode"), (64, "attention_prefill")):
+    step = ("attention_step", "rotation, cache, attention")
+    for tokens, attention in ((1, step), (64, ("attention_prefill", "attention"))):
         routing, *ops = plan(config, wide, kernels, batch=1, tokens=tokens, context=64)
         assert (routing.op, routing.part) == ("norm_route", "routing")
         assert [(op.op, op.part) for op in ops] == [
             ("gemm_mn", "q"),
-            (attention, "attention"),
+            attention,
             ("gemm_k", "o"),
             ("swiglu_up", "gate and up"),
             ("gemm_k", "down"),
@@ -243,6 +244,98 @@ def route_kv_calls(monkeypatch):
     return found
 
 
+def test_plan_of_a_decode_step_says_what_attends():
+    config, options = tiny_config(), {"batch": 1, "tokens": 1, "context": 64}
+
+    def attention(device=H200, **named):
+        (found,) = (
+            op
+            for op in plan(config, None, Kernels(**named), **options, device=device)
+            if "attention" in op.part
+        )
+        return found.op, found.implementation
+
+    assert attention() == ("attention_step", "triton")
+    assert attention(device=CPU) == ("attention_step", "reference")
+    # As above: one that is asked for by name runs.
+    assert attention(attention_decode="dense") == ("attention_decode", "dense")
+    assert attention(rope_cache="triton") == ("attention_decode", "triton")
+    named = dict(rope_cache="triton", attention_decode="dense", attention_step="reference")
+    assert attention(**named) == ("attention_step", "reference")
+
+
+@pytest.fixture
+def step_calls(monkeypatch):
+    """What every operation of a decode step's attention was asked to run, in order."""
+    found = []
+
+    def spied(name, original):
+        def spy(*arguments, **options):
+            found.append((name, options["implementation"]))
+            return original(*arguments, **options)
+
+        return spy
+
+    for name in ("attention_step", "rope_cache", "attention_decode"):
+        monkeypatch.setattr(pruned, name, spied(name, getattr(pruned, name)))
+    return found
+
+
+@pytest.mark.parametrize("routing", [Argmax(), AllOn()], ids=["argmax", "all on"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "window"])
+def test_a_decode_step_attends_in_one_operation(name, routing, step_calls):
+    """Triton's kernels: ragged rows, one of them done; the caches' entries too."""
+    plain, fast = pair(**VARIANTS[name])
+    use_kernels(fast, Kernels(attention_step="triton"))
+    ids = jax.random.randint(jax.random.key(9), (3, 6), 0, 61)
+    found = []
+    for model in (plain, fast):
+        graphdef, state = nnx.split(model)
+        cache = KVCache.empty(model.config, 3, 9, jnp.float32)
+        lengths, active = jnp.array([6, 2, 4]), jnp.array([True, True, False])
+        _, cache, _ = prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
+        step_calls.clear()
+        for token in (5, 7):
+            with running("triton" if model is fast else None):
+                tokens = jnp.full((3,), token)
+                logits, cache, _ = decode_step(graphdef, state, tokens, active, cache, routing)
+                jax.block_until_ready(logits)
+        found.append((logits[:2], [(layer.keys, layer.values) for layer in cache.layers]))
+    (wanted, kept), (got, ours) = found
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, kept)
+    # Compiled once for both steps.
+    assert step_calls == [("attention_step", "triton")] * fast.config.num_hidden_layers
+
+
+def test_a_step_takes_the_two_operations_where_one_is_named_or_the_cache_differs(step_calls):
+    _, fast = pair()
+    layers = fast.config.num_hidden_layers
+    tokens = jax.random.randint(jax.random.key(7), (1, 1), 0, 61)
+    batch = TokenBatch(tokens, jnp.zeros((1, 1), jnp.int32), jnp.ones_like(tokens))
+
+    def called(kernels, dtype=jnp.float32):
+        use_kernels(fast, kernels)
+        step_calls.clear()
+        logits, _ = forward(fast, batch, AllOn(), KVCache.empty(fast.config, 1, 7, dtype))
+        found.append(logits)
+        assert len(step_calls) % layers == 0
+        return step_calls[: len(step_calls) // layers]
+
+    found = []
+    assert called(Kernels()) == [("attention_step", None)]
+    apart = [("rope_cache", "reference"), ("attention_decode", None)]
+    assert called(Kernels(rope_cache="reference")) == apart
+    apart = [("rope_cache", None), ("attention_decode", "reference")]
+    assert called(Kernels(attention_decode="reference")) == apart
+    for logits in found[1:]:
+        np.testing.assert_array_equal(logits, found[0])
+    apart = [("rope_cache", None), ("attention_decode", None)]
+    assert called(Kernels(), jnp.bfloat16) == apart
+    with pytest.raises(ValueError, match="attention_step: k is bfloat16, but q is float32"):
+        called(Kernels(attention_step="reference"), jnp.bfloat16)
+
+
 def _steps(model, tokens):
     """Logits of a prefill and of one step after it, the step's masks, and the cache."""
     cache = KVCache.empty(model.config, tokens.shape[0], 11, jnp.float32)  # no other test's size
@@ -270,7 +363,7 @@ def test_a_step_of_one_token_routes_with_keys_and_values(name, route_kv_calls):
     for mine, theirs in zip(ours.layers, cache.layers, strict=True):
         np.testing.assert_allclose(mine.keys, theirs.keys, atol=1e-5)
         np.testing.assert_allclose(mine.values, theirs.values, atol=1e-5)
-        assert mine.counter.tolist() == [0]
+        assert not mine.counter.any()
     route_kv_calls.clear()
     _steps(fast, jnp.concatenate([tokens, tokens]))  # two rows: the kernels of few tokens
     use_kernels(fast, Kernels(norm_route="reference"))
@@ -363,7 +456,7 @@ def test_a_step_of_given_masks_pays_for_routing_with_keys_and_values(route_kv_ca
     same(got.masks, wanted.masks)
     for mine, theirs in zip(got.cache.layers, wanted.cache.layers, strict=True):
         np.testing.assert_allclose(mine.keys, theirs.keys, atol=1e-6)
-        assert mine.counter.tolist() == [0]
+        assert not mine.counter.any()
 
 
 def test_plan_of_what_runs_in_plain_jax():

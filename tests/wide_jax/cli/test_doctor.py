@@ -53,7 +53,8 @@ def test_a_models_plan_names_what_each_operation_runs_and_why(model_folder, caps
     assert "is not a CUDA device: plain JAX" in capsys.readouterr().out.replace("\n", " ")
     found = doctor.model_plan(str(model_folder), batch=1, tokens=256, device=H200)
     subjects = [finding.subject for finding in found[1:]]
-    for phase, attention in (("prefill", "attention_prefill"), ("decode", "attention_decode")):
-        for part in ("q (gemm_mn)", f"attention ({attention})", "gate and up (swiglu_up)"):
+    step = "rotation, cache, attention (attention_step)"
+    for phase, attention in (("prefill", "attention (attention_prefill)"), ("decode", step)):
+        for part in ("q (gemm_mn)", attention, "gate and up (swiglu_up)"):
             assert f"{phase}, {part}" in subjects
     assert all("measured" in finding.text for finding in found[1:])
