@@ -20,6 +20,7 @@ from pallas_kernels import (
     RouterWeights,
     attention_decode,
     attention_prefill,
+    attention_step,
     gemm_k,
     gemm_mn,
     mask_layout,
@@ -165,6 +166,26 @@ def _attention_cases(case, shape: ModelShape, m: int, layout: MaskLayout, draw: 
                 q[:, 0], keys, values, layout.mask, lengths, implementation=i
             ),
         )
+        for name, turn, k_norm in (
+            ("", Rotation(cos, sin), None),
+            (" (normed)", normed, normed.norm),
+        ):
+            yield case(
+                f"attention_step{name}",
+                lambda i, turn=turn, k_norm=k_norm: attention_step(
+                    q[:, 0],
+                    k[:, 0],
+                    v[:, 0],
+                    keys,
+                    values,
+                    layout.mask,
+                    lengths,
+                    turn,
+                    k_norm=k_norm,
+                    implementation=i,
+                ),
+                has_dense=False,
+            )
     else:
         # cuDNN alone would be judged by itself: bf16 rounding is the bound.
         yield case(

@@ -19,7 +19,12 @@ adds splits in order: reruns are bit-identical.
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit
-from pallas_kernels.attention_decode.step import begin_step
+from pallas_kernels.attention_decode.step import (
+    ask_entry,
+    ask_queries,
+    turned_queries,
+    write_entry,
+)
 
 
 @jit
@@ -49,6 +54,7 @@ def split_kernel(
     SCALE: tl.constexpr,  # of the logits, times log2(e)
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr,  # HQ / HK rounded up to a tile of the tensor cores
+    ROWS: tl.constexpr,  # HQ / HK rounded up to a power of two
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -72,20 +78,33 @@ def split_kernel(
     columns = tl.arange(0, BLOCK_D)
     column_ok = columns < D
     query_row = row.to(tl.int64) * HQ + head
-    queries = tl.load(
-        q + (query_row * D)[:, None] + columns[None, :], mask=column_ok[None, :], other=0.0
-    )
     STRIDE: tl.constexpr = HK * D
     base = row.to(tl.int64) * S * STRIDE + kv_head * D
     if STEP:
-        holds = (newest >= split * SPLIT) & (newest < split * SPLIT + SPLIT)
-        queries = begin_step(
-            k + base + newest.to(tl.int64) * STRIDE, v + base + newest.to(tl.int64) * STRIDE, holds,
-            queries, q + (query_row * D)[:, None], new_k + (row.to(tl.int64) * HK + kv_head) * D,
-            new_v + (row.to(tl.int64) * HK + kv_head) * D, cos + row * (D // 2),
-            sin + row * (D // 2), q_norm, k_norm, D, HEADS, BLOCK_D, HAS_NORM, EPS,
+        HALF: tl.constexpr = BLOCK_D // 2
+        if BLOCK_D > D:  # a head's halves lie apart in a tile of turned queries, each padded
+            column_ok = columns % HALF < D // 2
+            columns = columns // HALF * (D // 2) + columns % HALF
+        entry = row.to(tl.int64) * HK + kv_head
+        asked = ask_queries(
+            q + entry * (PER_KV * D), cos + row * (D // 2), sin + row * (D // 2), q_norm, D, PER_KV,
+            ROWS, HALF, HAS_NORM,
         )  # fmt: skip
+        asked_entry = ask_entry(
+            new_k + entry * D, new_v + entry * D, cos + row * (D // 2), sin + row * (D // 2),
+            k_norm, D, BLOCK_D, HAS_NORM,
+        )  # fmt: skip
+        tl.debug_barrier()  # the compiler moves no load across: none is to wait for a decision
+        if (newest >= split * SPLIT) & (newest < split * SPLIT + SPLIT):
+            place = base + newest.to(tl.int64) * STRIDE
+            write_entry(k + place, v + place, asked_entry, D, BLOCK_D, HAS_NORM, EPS)
+    else:
+        queries = tl.load(
+            q + (query_row * D)[:, None] + columns[None, :], mask=column_ok[None, :], other=0.0
+        )
     if (tl.max(on, axis=0) != 0) & (first < end):
+        if STEP:
+            queries = turned_queries(asked, D, HEADS, ROWS, HALF, HAS_NORM, EPS)
         keys = tl.arange(0, BLOCK_N)
         peak = tl.full((HEADS,), -1e30, tl.float32)
         total = tl.zeros((HEADS,), tl.float32)

@@ -1,16 +1,20 @@
-"""How a program of `split_kernel` begins a step: its queries turned, the new token in the cache.
+"""How a program of `split_kernel` begins a step: the new token in the cache, its queries turned.
 
     slots of a row   | 0 ...        | ...          | ... high     |        high: the new token's
     its programs     | split 0      | split 1      | split 2      |
                        turn their queries            ... and write, then read, slot `high`
 
-Every program turns the queries that it reads. One a row and kv head, whose split holds the slot,
-turns the key as well and writes key and value; a barrier among its threads later it reads them like
-the others. No other program reads or writes the slot, so programs need no order among themselves. A
-kv head whose groups are all off gets its entry too.
+One program a row and kv head, whose split holds the slot, turns the key and writes key and value; a
+barrier among its threads later it reads them like the others. No other program reads or writes the
+slot, so programs need no order among themselves. A kv head whose groups are all off gets its entry
+too. Every program that reads slots turns the queries that it needs.
 
 All loads come first, of the key and its angles in every program: which of them holds the slot is
 known only when `high` is there, and one wait after another is what the kernel's time is made of.
+
+Tiles of heads are `[ROWS, 2, HALF]`, a head's halves apart, so that a column and the one it is
+turned with are loaded alike, 16 bytes at a time. ROWS are the kv head's own query heads, not the 16
+rows that the tensor cores take: those are made of them at the end.
 """
 
 import triton.language as tl
@@ -20,71 +24,117 @@ from pallas_kernels.rope_cache.triton import normed
 
 
 @jit
-def begin_step(
-    k_entry,  # [D] of the cache: the new token's, of this kv head
-    v_entry,  # [D], likewise
-    holds,  # whether this program writes it
-    queries,  # [HEADS, BLOCK_D], not turned
-    q,  # [HEADS, 1], where their heads begin
+def ask_queries(
+    q,  # [PER_KV, D]
+    cos,  # [D / 2] float32
+    sin,  # [D / 2] float32
+    q_norm,  # [D], read if HAS_NORM
+    D: tl.constexpr,
+    PER_KV: tl.constexpr,
+    ROWS: tl.constexpr,  # PER_KV rounded up to a power of two
+    HALF: tl.constexpr,  # D / 2 likewise
+    HAS_NORM: tl.constexpr,
+):
+    """What `turned_queries` takes: heads, what each column is turned with, angles, norm weights."""
+    SHAPE: tl.constexpr = (ROWS, 2, HALF)
+    head = tl.minimum(tl.arange(0, ROWS), PER_KV - 1)[:, None, None]
+    half = tl.arange(0, 2)[None, :, None]
+    i = tl.arange(0, HALF)[None, None, :]
+    # Whole tiles of what all heads share: a row of it would have to be handed from thread to
+    # thread through shared memory, behind barriers.
+    angle = tl.broadcast_to(i, SHAPE)
+    column = tl.broadcast_to(half * (D // 2) + i, SHAPE)
+    pair = tl.broadcast_to((1 - half) * (D // 2) + i, SHAPE)
+    ok = angle < D // 2
+    heads = tl.load(q + head * D + column, mask=ok, other=0.0)
+    pairs = tl.load(q + head * D + pair, mask=ok, other=0.0)
+    c = tl.load(cos + angle, mask=ok, other=0.0)
+    s = tl.load(sin + angle, mask=ok, other=0.0)
+    weight = tl.load(q_norm + column, mask=ok, other=0.0) if HAS_NORM else 0.0
+    weight_pair = tl.load(q_norm + pair, mask=ok, other=0.0) if HAS_NORM else 0.0
+    return heads, pairs, c, s, weight, weight_pair
+
+
+@jit
+def turned_queries(
+    asked,  # of `ask_queries`
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """`[HEADS, 2 HALF]`, normed and turned: the heads again and again."""
+    heads, pairs, c, s, weight, weight_pair = asked
+    DTYPE: tl.constexpr = heads.dtype
+    if HAS_NORM:
+        values = heads.to(tl.float32)
+        scale = _norm_scale(tl.sum(tl.sum(values * values, axis=2), axis=1), D, EPS)
+        heads = normed(heads, scale[:, None, None], weight, DTYPE)
+        pairs = normed(pairs, scale[:, None, None], weight_pair, DTYPE)
+    half = tl.arange(0, 2)[None, :, None]
+    heads = _turned(heads, pairs, c, tl.where(half == 0, -s, s), DTYPE)
+    again = tl.broadcast_to(tl.reshape(heads, (1, ROWS, 2 * HALF)), (HEADS // ROWS, ROWS, 2 * HALF))
+    return tl.reshape(again, (HEADS, 2 * HALF))
+
+
+@jit
+def ask_entry(
     new_k,  # [D]
     new_v,  # [D]
     cos,  # [D / 2] float32
     sin,  # [D / 2] float32
-    q_norm,  # [D], read if HAS_NORM
     k_norm,  # [D], read if HAS_NORM
     D: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    EPS: tl.constexpr,
 ):
-    """The queries normed and turned; the key, too, and with its value in the cache if `holds`."""
-    DTYPE: tl.constexpr = queries.dtype
+    """What `write_entry` takes."""
     columns = tl.arange(0, BLOCK_D)
     ok = columns < D
     pair = (columns + D // 2) % D  # the column that a column is turned with
     angle = columns % (D // 2)
-    # Whole tiles of what all heads share: a row of it would have to be handed from thread to
-    # thread through shared memory, behind barriers.
-    tile = tl.broadcast_to(columns[None, :], (HEADS, BLOCK_D))
-    tile_pair = tl.broadcast_to(pair[None, :], (HEADS, BLOCK_D))
-    tile_angle = tl.broadcast_to(angle[None, :], (HEADS, BLOCK_D))
-    tile_ok = tile < D
-    queries_pair = tl.load(q + tile_pair, mask=tile_ok, other=0.0)
-    c = tl.load(cos + tile_angle, mask=tile_ok, other=0.0)
-    s = tl.load(sin + tile_angle, mask=tile_ok, other=0.0)
     key = tl.load(new_k + columns, mask=ok, other=0.0)
     key_pair = tl.load(new_k + pair, mask=ok, other=0.0)
     value = tl.load(new_v + columns, mask=ok, other=0.0)
-    key_c = tl.load(cos + angle, mask=ok, other=0.0)
-    key_s = tl.load(sin + angle, mask=ok, other=0.0)
-    weight = tl.load(q_norm + tile, mask=tile_ok, other=0.0) if HAS_NORM else 0.0
-    weight_pair = tl.load(q_norm + tile_pair, mask=tile_ok, other=0.0) if HAS_NORM else 0.0
-    key_weight = tl.load(k_norm + columns, mask=ok, other=0.0) if HAS_NORM else 0.0
-    key_weight_pair = tl.load(k_norm + pair, mask=ok, other=0.0) if HAS_NORM else 0.0
-    tl.debug_barrier()  # the compiler moves no load across: the key's are not to wait for `holds`
-    if HAS_NORM:
-        scale = _norm_scale(queries, D, EPS)[:, None]
-        queries = normed(queries, scale, weight, DTYPE)
-        queries_pair = normed(queries_pair, scale, weight_pair, DTYPE)
-    queries = _turned(queries, queries_pair, c, tl.where(tile < D // 2, -s, s), DTYPE)
-    if holds:
-        if HAS_NORM:
-            key_scale = _norm_scale(key[None, :], D, EPS)
-            key = normed(key, key_scale, key_weight, DTYPE)
-            key_pair = normed(key_pair, key_scale, key_weight_pair, DTYPE)
-        key_s = tl.where(columns < D // 2, -key_s, key_s)
-        tl.store(k_entry + columns, _turned(key, key_pair, key_c, key_s, DTYPE), mask=ok)
-        tl.store(v_entry + columns, value, mask=ok)
-        tl.debug_barrier()  # other threads of the program will read them
-    return queries
+    c = tl.load(cos + angle, mask=ok, other=0.0)
+    s = tl.load(sin + angle, mask=ok, other=0.0)
+    weight = tl.load(k_norm + columns, mask=ok, other=0.0) if HAS_NORM else 0.0
+    weight_pair = tl.load(k_norm + pair, mask=ok, other=0.0) if HAS_NORM else 0.0
+    return key, key_pair, value, c, s, weight, weight_pair
 
 
 @jit
-def _norm_scale(heads, D: tl.constexpr, EPS: tl.constexpr):
-    """1 / RMS of every head."""
-    values = heads.to(tl.float32)
-    return 1.0 / tl.sqrt_rn(tl.sum(values * values, axis=1) / D + EPS)
+def write_entry(
+    k_entry,  # [D] of the cache: the new token's, of this kv head
+    v_entry,  # [D], likewise
+    asked,  # of `ask_entry`
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The key, normed and turned, and the value in the cache; the program's threads see them."""
+    key, key_pair, value, c, s, weight, weight_pair = asked
+    DTYPE: tl.constexpr = key.dtype
+    columns = tl.arange(0, BLOCK_D)
+    ok = columns < D
+    if HAS_NORM:
+        values = key.to(tl.float32)
+        scale = _norm_scale(tl.sum(values * values, axis=0), D, EPS)
+        key = normed(key, scale, weight, DTYPE)
+        key_pair = normed(key_pair, scale, weight_pair, DTYPE)
+    s = tl.where(columns < D // 2, -s, s)
+    tl.store(k_entry + columns, _turned(key, key_pair, c, s, DTYPE), mask=ok)
+    tl.store(v_entry + columns, value, mask=ok)
+    tl.debug_barrier()  # other threads of the program will read them
+
+
+@jit
+def _norm_scale(squares, D: tl.constexpr, EPS: tl.constexpr):
+    """1 / RMS, of a sum of squares."""
+    return 1.0 / tl.sqrt_rn(squares / D + EPS)
 
 
 @jit

@@ -115,6 +115,7 @@ def split_constants(
         SCALE=scale * LOG2_E,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
         HEADS=max(16, triton.next_power_of_2(hq // hk)),
+        ROWS=triton.next_power_of_2(hq // hk),
         SPLIT=config.split,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(d),

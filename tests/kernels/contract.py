@@ -18,6 +18,8 @@ import pallas_kernels
 from pallas_kernels._common.testing import interpreted, relative_error
 
 ON_GPU = jax.default_backend() == "gpu"
+# What rounding to a dtype changes at most, relative to the value.
+ROUNDED = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
 @dataclasses.dataclass(frozen=True)
