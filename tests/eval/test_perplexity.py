@@ -52,7 +52,7 @@ def test_case_D4_padding_is_never_scored(uniform_model, batch_size):
 
 
 def test_shapes_compiled_together_are_those_that_scoring_runs(wide_model):
-    lengths = (3, 5, 40, 50, 60, 64)  # 2 rows of 32, 1 of 48 and 3 of 64: a batch of 2, and 1 more
+    lengths = (3, 40, 50, 64)  # 1 row of 32 and 3 of 64: a batch of 2, and 1 more
     windows = [w for n in lengths for w in rolling_windows([3] * n, 64, P)]
     compiled = []
 
@@ -62,8 +62,8 @@ def test_shapes_compiled_together_are_those_that_scoring_runs(wide_model):
     score_rows.clear_cache()
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        compile_together(scorer(wide_model, Argmax()), [(64, 1, 2), (48, 1, 1), (32, 1, 2)])
-        assert sum(compiled) >= 3
+        compile_together(scorer(wide_model, Argmax()), [(64, 1, 2), (32, 1, 1)])
+        assert sum(compiled) >= 2
         compiled.clear()
         for _ in score_windows(wide_model, windows, routing=Argmax(), batch_size=2, limit=64):
             pass
@@ -209,7 +209,7 @@ def test_bf16_runs_with_its_own_element_sizes():
 
 def test_buckets_are_few_and_hold_their_rows():
     sizes = {bucket(n, 200) for n in range(1, 201)}
-    assert sizes == {32, 48, 64, 96, 128, 192, 200}
+    assert sizes == {32, 64, 128, 200}
     assert all(bucket(n, 200) >= n for n in range(1, 201))
     assert bucket(10, 16) == 16
 
