@@ -50,8 +50,10 @@ class Args(Settings):
     budget_minutes: float | None = None
     """Stop after so long; what was not finished goes on at the next start."""
     jobs: int = 1
-    """Processes side by side. One trains at a time; others compile and measure beside it, but for
-    speed, which is measured alone."""
+    """Processes side by side. One trains at a time; others measure beside it, but for speed, which
+    is measured alone."""
+    ahead: int = 0
+    """Processes more that compile the trainings to come, each program once for all rows of it."""
     job: str | None = None
     """Do this one job in this process, as the command itself asks for."""
     rehearse: bool = False
@@ -83,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args,
         lambda job, rehearsal: _start(job, rehearsal, argv, args.out / "logs"),
         slots=args.jobs,
+        ahead=args.ahead,
         deadline=deadline,
         say=lambda line: console.print(line, highlight=False, soft_wrap=True),
     )
@@ -137,7 +140,7 @@ def show(console: Console, jobs: Sequence[Job], left: Sequence[Job], settings: S
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{len(left)} of {len(jobs)} jobs are left: about {total.device / 60:.0f} minutes of one "
-        f"H200, and {total.beside / 60:.0f} of starting and compiling, which `--jobs` overlaps",
+        f"H200, and {total.beside / 60:.0f} of starting and compiling, which `--jobs` and `--ahead` overlap",
         highlight=False,
         soft_wrap=True,
     )

@@ -16,6 +16,9 @@ from eval.study.settings import Measured, Part, Settings, parts_of
 
 LATE: dict[str, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
 EXCLUSIVE: frozenset[Part] = frozenset({"speed"})  # nothing runs beside them
+# Trainings at once, where their programs are compiled ahead: one trains while the next starts. A
+# process keeps a training's 20 to 30 GiB until it ends.
+TRAINING = 2
 
 # Seconds on one H200, for the estimate of `--dry-run`: of an update of 32,768 tokens of the 135M
 # model, and of perplexity and errors, as rows of 300 updates took; the rest is guessed.
@@ -153,6 +156,7 @@ def run(
     start: Start,
     *,
     slots: int,
+    ahead: int = 0,
     deadline: float | None = None,
     say: Callable[[str], None] = print,
     pause: float = 1.0,
@@ -160,15 +164,16 @@ def run(
 ) -> Outcome:
     """Run the jobs, at most `slots` at once, until all are done or the deadline has come.
 
-    A free slot takes the first job. One that waits for its stage 1 is rehearsed meanwhile, so that
-    its program is compiled when the stage 1 is there; once for all rows of that program. When the
-    turn of an exclusive one comes, nothing is started until it has run alone.
+    A free slot takes the first job that can start. With `ahead`, trainings wait until a rehearsal
+    has compiled their program, one for all rows of it, in processes beside the slots. When the turn
+    of an exclusive one comes, nothing is started until it has run alone.
 
     Args:
         jobs: in order of value.
         settings: of the study.
         start: starts a job's process.
-        slots: processes at once.
+        slots: processes at once, rehearsals not counted.
+        ahead: rehearsals at once; 0: every training compiles for itself.
         deadline: of `clock`, in seconds; then what runs is ended.
         say: called with a line for people.
         pause: seconds between looks.
@@ -176,13 +181,30 @@ def run(
     """
     begun, left = clock(), list(jobs)
     outcome = Outcome([], [], [])
-    compiled = set[str]()  # programs that a process has begun to compile
-    if slots == 1:  # alone, a rehearsal would only cost time
-        compiled = {job.row.program for job in jobs}
+    rehearsed, compiled = set[str](), set[str]()  # programs: begun, and ended
     running: dict[Job, _Started] = {}
 
     def tell(line: str) -> None:
         say(f"{clock() - begun:.0f} s: {line}")
+
+    def begin(job: Job, *, rehearsal: bool) -> None:
+        running[job] = _Started(job, start(job, rehearsal), clock(), rehearsal)
+        tell(f"{running[job].what} ...")
+
+    def may_start(job: Job) -> bool:
+        if not is_ready(job, settings) or _row_runs(job, running):
+            return False
+        if not ahead or not _trains(job, settings):
+            return True
+        trainings = sum(_trains(one, settings) for one in busy())
+        return job.row.program in compiled and trainings < TRAINING
+
+    def busy() -> list[Job]:
+        return [job for job, started in running.items() if not started.rehearsal]
+
+    def may_rehearse(job: Job) -> bool:
+        new = job.row.program not in rehearsed
+        return new and _trains(job, settings) and not _row_runs(job, running)
 
     try:
         while left or running:
@@ -194,19 +216,25 @@ def run(
                     del running[job]
                     ended = "done" if code == 0 else f"FAILED with code {code}, see its log"
                     tell(f"{started.what} {ended} ({clock() - started.since:.0f} s)")
-                    if not started.rehearsal:
+                    if started.rehearsal:  # one that failed leaves compiling to the training
+                        compiled.add(job.row.program)
+                    else:
                         (outcome.finished if code == 0 else outcome.failed).append(job)
-            while len(running) < slots:
-                job = next((j for j in left if _may_start(j, running, compiled, settings)), None)
-                if job is None or _must_wait(job, running):
+            waits = False
+            while len(busy()) < slots and not waits:
+                job = next(filter(may_start, left), None)
+                if job is None:
                     break
-                rehearsal = not is_ready(job, settings)
-                if not rehearsal:
+                waits = _must_wait(job, running)
+                if not waits:
                     left.remove(job)
-                if job.core:
-                    compiled.add(job.row.program)
-                running[job] = _Started(job, start(job, rehearsal), clock(), rehearsal)
-                tell(f"{running[job].what} ...")
+                    begin(job, rehearsal=False)
+            while len(running) - len(busy()) < ahead and not waits:
+                job = next(filter(may_rehearse, left), None)
+                if job is None or _must_wait(job, busy()):
+                    break
+                rehearsed.add(job.row.program)
+                begin(job, rehearsal=True)
             if not running:
                 break  # what is left waits for jobs that failed
             time.sleep(pause)
@@ -228,13 +256,14 @@ class _Started:
         return f"{'rehearsal of ' if self.rehearsal else ''}{self.job.name}"
 
 
-def _may_start(
-    job: Job, running: Collection[Job], compiled: Collection[str], settings: Settings
-) -> bool:
-    """Whether the job, or its rehearsal, can start: no other of its row runs."""
-    if any(other.row.id == job.row.id for other in running):
-        return False
-    return is_ready(job, settings) or (job.core and job.row.program not in compiled)
+def _row_runs(job: Job, running: Collection[Job]) -> bool:
+    """Whether another job of its row runs."""
+    return any(other.row.id == job.row.id for other in running)
+
+
+def _trains(job: Job, settings: Settings) -> bool:
+    """Whether the job has a model to train."""
+    return job.core and job.row.stage > 0 and not settings.is_made(job.row)
 
 
 def _must_wait(job: Job, running: Collection[Job]) -> bool:

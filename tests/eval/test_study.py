@@ -496,9 +496,42 @@ def test_jobs_run_side_by_side_and_stage_2_after_stage_1(empty):
     assert sorted(job.name for job in outcome.finished) == sorted(job.name for job in jobs)
     assert machine.most == 2
     order = machine.events
-    assert order[:2] == [f"{WIDE}.perplexity", f"rehearse {STAGE2}.perplexity"]
+    assert order[0] == f"{WIDE}.perplexity"
     assert order.index(f"{STAGE2}.perplexity") > order.index(f"{WIDE}.perplexity")
     assert collections.Counter(order).most_common(1)[0][1] == 1
+
+
+def test_trainings_wait_for_their_programs_and_others_do_not(empty):
+    machine = Machine(empty)
+    jobs = jobs_of([ROWS["dense"], ROWS[WIDE], ROWS[STAGE2]])
+    outcome = run(empty, jobs, machine, slots=2, ahead=2)
+    assert len(outcome.finished) == len(jobs)
+    order = machine.events
+    assert order[:3] == [
+        "dense.perplexity",
+        f"rehearse {WIDE}.perplexity",
+        f"rehearse {STAGE2}.perplexity",
+    ]
+    for name in (WIDE, STAGE2):
+        assert order.index(f"{name}.perplexity") > order.index(f"rehearse {name}.perplexity")
+    assert collections.Counter(order).most_common(1)[0][1] == 1
+
+
+def test_few_trainings_hold_memory_at_once(empty):
+    machine = Machine(empty)
+    names = [WIDE, *(WIDE.replace("50", target) for target in ("25", "10", "30", "70"))]
+    jobs = [Job(ROWS[name], "perplexity") for name in names]
+    most, start = [], machine.start
+
+    def watching(job, rehearsal):
+        process = start(job, rehearsal)
+        most.append(sum(not rehearsed for _, rehearsed in machine.running))
+        return process
+
+    machine.start = watching
+    outcome = run(empty, jobs, machine, slots=8, ahead=1)
+    assert len(outcome.finished) == len(jobs)
+    assert max(most) == schedule.TRAINING
 
 
 def test_one_rehearsal_serves_all_rows_of_its_program(empty):
@@ -506,10 +539,10 @@ def test_one_rehearsal_serves_all_rows_of_its_program(empty):
     other = STAGE2.replace("50", "25")
     rows = [ROWS[name] for name in (WIDE, WIDE.replace("50", "25"), STAGE2, other)]
     jobs = [Job(row, "perplexity") for row in rows]
-    outcome = run(empty, jobs, machine, slots=4)
+    outcome = run(empty, jobs, machine, slots=4, ahead=4)
     assert len(outcome.finished) == 4
-    assert machine.events.count(f"rehearse {STAGE2}.perplexity") == 1
-    assert f"rehearse {other}.perplexity" not in machine.events
+    rehearsed = [name for name in machine.events if name.startswith("rehearse")]
+    assert rehearsed == [f"rehearse {WIDE}.perplexity", f"rehearse {STAGE2}.perplexity"]
 
 
 def test_rows_of_lower_waves_train_first(empty):
