@@ -5,13 +5,28 @@ import jax
 from pallas_kernels._common.checks import DTYPES
 
 
-def check_heads(op: str, q: jax.Array, k: jax.Array, v: jax.Array, groups: int | None) -> None:
-    """Raise `ValueError` unless `q[B, ..., Hq, d]`, `k[B, S, Hk, d]`, `v` and the groups fit."""
+def check_heads(
+    op: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    groups: int | None,
+    names: tuple[str, str] = ("k", "v"),
+) -> None:
+    """Raise `ValueError` unless `q[B, ..., Hq, d]`, `k[B, S, Hk, d]`, `v` and the groups fit.
+
+    `names`: what the op calls k and v.
+    """
+    keys, values = names
     if k.ndim != 4 or k.shape != v.shape:
-        raise ValueError(f"{op}: k and v must be equal [B, S, Hk, d], got {k.shape} and {v.shape}")
+        raise ValueError(
+            f"{op}: {keys} and {values} must be equal [B, S, Hk, d], got {k.shape} and {v.shape}"
+        )
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{op}: q is {q.shape}, k is {k.shape}: batch and head size must agree")
-    for name, array in {"k": k, "v": v}.items():
+        raise ValueError(
+            f"{op}: q is {q.shape}, {keys} is {k.shape}: batch and head size must agree"
+        )
+    for name, array in ((keys, k), (values, v)):
         if array.dtype != q.dtype:
             raise ValueError(f"{op}: {name} is {array.dtype}, but q is {q.dtype}")
     if q.dtype.name not in DTYPES:

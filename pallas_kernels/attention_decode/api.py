@@ -100,7 +100,8 @@ def decode_problem(
     """
     if q.ndim != 3:
         raise ValueError(f"{op}: q must be [B, Hq, d], got {q.shape}")
-    check_heads(op, q, k_cache, v_cache, None if mask is None else mask.shape[-1])
+    groups = None if mask is None else mask.shape[-1]
+    check_heads(op, q, k_cache, v_cache, groups, names=("k_cache", "v_cache"))
     (b, hq, d), (s, hk) = q.shape, k_cache.shape[1:3]
     if mask is not None and (mask.ndim != 2 or mask.shape[0] != b or mask.dtype != jnp.bool_):
         raise ValueError(f"{op}: mask must be bool [{b}, Ga], got {mask.dtype}{list(mask.shape)}")

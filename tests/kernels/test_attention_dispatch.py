@@ -25,6 +25,7 @@ from pallas_kernels._common.device import A100, CPU, H200, KNOWN_DEVICES, RTX_50
 from pallas_kernels._common.shapes import MODELS, ModelShape
 from pallas_kernels._common.testing import interpreted
 from pallas_kernels.attention_decode.split_kernel import merge_kernel, split_kernel
+from pallas_kernels.attention_decode.triton import NewTokens, split_constants
 from pallas_kernels.attention_prefill.compact_kernel import gather_kernel, scatter_kernel
 from pallas_kernels.attention_prefill.flash_kernel import flash_kernel
 from pallas_kernels.attention_prefill.mosaic import gather_warps
@@ -283,27 +284,38 @@ def flash_usage(device: Device, config: FlashConfig, d: int, dtype: str) -> Usag
     )
 
 
-UNREAD = ("new_k", "new_v", "cos", "sin", "q_norm", "k_norm")  # of a step
-
-
-def split_usage(device: Device, config: DecodeConfig, d: int, dtype: str) -> Usage:
-    signature = dict.fromkeys(("q", "k", "v", *UNREAD), TYPE_NAMES[dtype])
+def split_usage(
+    device: Device, config: DecodeConfig, d: int, dtype: str, new: NewTokens | None = None
+) -> Usage:
+    """With `new` the kernel of a step; what it reads of one is the query again without."""
+    step = ("new_k", "new_v", "cos", "sin", "q_norm", "k_norm")
+    signature = dict.fromkeys(("q", "k", "v", *step), TYPE_NAMES[dtype])
     signature |= {"mask": "*i1", "low": "*i32", "high": "*i32"}
     signature |= dict.fromkeys(("S", "rows", "splits"), "i32")
     signature |= dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
-    constants = dict(HQ=32, HK=8, D=d, GROUPS=8, SCALE=0.1, PRECISION="ieee", HEADS=16)
-    if dtype != "float32":
-        constants["PRECISION"] = "tf32"
-    blocks = dict(SPLIT=config.split, BLOCK_N=config.block_n, BLOCK_D=head_block(d))
-    step = dict(STEP=False, HAS_NORM=False, EPS=0.0)
+    if new is not None:
+        signature |= {"cos": "*fp32", "sin": "*fp32"}
+    q, k = (jnp.zeros(shape, dtype) for shape in ((1, 32, d), (1, 100, 8, d)))
     return compile_usage(
         split_kernel,
         signature,
-        constants | blocks | step,
+        split_constants(q, k, 8, 0.1, config, new),
         device.capability,
         config.num_warps,
         config.num_stages,
     )
+
+
+def assert_fits(
+    found: Usage, device: Device, config: FlashConfig | DecodeConfig, d: int, dtype: str
+) -> None:
+    """No spills, shared memory as the model that filters configs has it, no atomics."""
+    assert found.spills == 0
+    assert found.shared_memory <= device.shared_memory_per_block
+    itemsize = 4 if dtype == "float32" else 2
+    modelled = config.shared_memory_bytes(d, itemsize, device.capability)
+    assert found.shared_memory <= modelled + 4096
+    assert not found.instructions & {"red.", "atom."}  # reruns are bit-identical
 
 
 def shipped() -> list[tuple[Device, FlashConfig | DecodeConfig, int, str]]:
@@ -338,12 +350,7 @@ def test_shipped_configs_compile_without_spills_and_fit(device, config, d, dtype
             assert {wgmma, "cp.async.cg"} <= found.instructions
     else:
         found = split_usage(device, config, d, dtype)
-    assert found.spills == 0
-    assert found.shared_memory <= device.shared_memory_per_block
-    itemsize = 4 if dtype == "float32" else 2
-    modelled = config.shared_memory_bytes(d, itemsize, device.capability)
-    assert found.shared_memory <= modelled + 4096  # what filters configs before a launch
-    assert not found.instructions & {"red.", "atom."}  # reruns are bit-identical
+    assert_fits(found, device, config, d, dtype)
 
 
 INTS = dict.fromkeys(("order", "before", "count", "low", "high", "total"), "*i32")

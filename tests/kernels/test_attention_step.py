@@ -12,17 +12,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels import attention_decode, rope_cache
 from pallas_kernels._attention.config import DecodeConfig, FlashConfig
 from pallas_kernels._common import triton_support
-from pallas_kernels._common.cubin import TYPE_NAMES, Usage, compile_usage
 from pallas_kernels._common.device import H200, Device
 from pallas_kernels._common.testing import interpreted
 from pallas_kernels.attention_decode import triton as decode_triton
-from pallas_kernels.attention_decode.split_kernel import split_kernel
+from pallas_kernels.attention_decode.triton import NewTokens
 from pallas_kernels.attention_step import attention_step
 from pallas_kernels.rope_cache import Rotation
 from pallas_kernels.rope_cache.reference import rotated
 from tests.kernels.attention import KEY, AttentionShape, assert_right, visible
 from tests.kernels.contract import ON_GPU, ROUNDED, poison_memory, running
-from tests.kernels.test_attention_dispatch import shipped
+from tests.kernels.test_attention_dispatch import assert_fits, shipped, split_usage
 
 EPS = 1e-6
 SPLIT = DecodeConfig(32, 16, 4, 2)
@@ -151,11 +150,13 @@ def test_dtypes(dtype, normed, implementation):
         (14, 2, 80, 14, True),
         (4, 1, 96, 1, False),
         (8, 2, 256, 4, True),
+        (3, 3, 64, 3, False),
+        (17, 1, 16, 17, False),
     ],
     ids=str,
 )
 def test_heads_of_models(hq, hk, d, groups, normed):
-    """SmolLM2-135M, Llama-3.1-8B, Qwen3-0.6B, and heads that fill no tile."""
+    """SmolLM2-135M, Llama-3.1-8B, Qwen3-0.6B; heads that fill no tile; one a kv head, and many."""
     shape = AttentionShape(2, 1, 70, hq, hk, d, groups)
     mask = half(shape).at[0, 0].set(True)
     lengths = np.array([33, 70])
@@ -304,7 +305,7 @@ def test_refusals():
         )
 
     wide = {"keys": keys.astype(jnp.float32), "values": values.astype(jnp.float32)}
-    with pytest.raises(ValueError, match="attention_step: k is float32, but q is bfloat16"):
+    with pytest.raises(ValueError, match="attention_step: k_cache is float32, but q"):
         call(**wide)
     with pytest.raises(
         ValueError, match=r"v is bfloat16\[6, 2, 64\], expected bfloat16\[7, 2, 64\]"
@@ -374,26 +375,6 @@ def test_the_cache_is_updated_in_place(monkeypatch):
     assert re.search(rf"return %\d+, {result}#3, {result}#4 :", text)  # the new cache itself
 
 
-def usage(device: Device, config: DecodeConfig, d: int, dtype: str, *, normed: bool) -> Usage:
-    shape = AttentionShape(1, 1, 100, 32, 8, d, 8)
-    (q, k, v, keys, _), rotation, k_norm = operands(shape, dtype, normed=normed)
-    new = decode_triton.NewTokens(k, v, rotation, k_norm)
-    names = ("k", "v", "q", "new_k", "new_v", "q_norm", "k_norm")
-    signature = dict.fromkeys(names, TYPE_NAMES[dtype])
-    signature |= {"mask": "*i1", "low": "*i32", "high": "*i32", "cos": "*fp32", "sin": "*fp32"}
-    signature |= dict.fromkeys(("S", "rows", "splits"), "i32")
-    signature |= dict.fromkeys(("peaks", "totals", "sums"), "*fp32")
-    constants = decode_triton.split_constants(q, keys, 8, d**-0.5, config, new)
-    return compile_usage(
-        split_kernel,
-        signature,
-        constants,
-        device.capability,
-        config.num_warps,
-        config.num_stages,
-    )
-
-
 def compiled_cases() -> list[tuple[Device, DecodeConfig, int, str, bool]]:
     """Every config that decode ships with; a norm, which takes more registers, is in most."""
     found = [case for case in shipped() if isinstance(case[1], DecodeConfig)]
@@ -407,10 +388,7 @@ def compiled_cases() -> list[tuple[Device, DecodeConfig, int, str, bool]]:
     ids=lambda value: getattr(value, "capability", None) or str(value),
 )
 def test_shipped_configs_compile_without_spills_and_fit(device, config, d, dtype, normed):
-    found = usage(device, config, d, dtype, normed=normed)
-    assert found.spills == 0
-    assert found.shared_memory <= device.shared_memory_per_block
-    itemsize = 4 if dtype == "float32" else 2
-    modelled = config.shared_memory_bytes(d, itemsize, device.capability)
-    assert found.shared_memory <= modelled + 4096
-    assert not found.instructions & {"red.", "atom."}  # reruns are bit-identical
+    shape = AttentionShape(1, 1, 100, 32, 8, d, 8)
+    (_, k, v, _, _), rotation, k_norm = operands(shape, dtype, normed=normed)
+    found = split_usage(device, config, d, dtype, NewTokens(k, v, rotation, k_norm))
+    assert_fits(found, device, config, d, dtype)

@@ -332,7 +332,7 @@ def test_a_step_takes_the_two_operations_where_one_is_named_or_the_cache_differs
         np.testing.assert_array_equal(logits, found[0])
     apart = [("rope_cache", None), ("attention_decode", None)]
     assert called(Kernels(), jnp.bfloat16) == apart
-    with pytest.raises(ValueError, match="attention_step: k is bfloat16, but q is float32"):
+    with pytest.raises(ValueError, match="attention_step: k_cache is bfloat16, but q"):
         called(Kernels(attention_step="reference"), jnp.bfloat16)
 
 
