@@ -49,6 +49,7 @@ def explain(
 
     `shape` is `m, n, k, group` for products (`Problem`), and `b, t, s, hq, hk, d, group` for
     attention, with `plain` and `from_start` where they are not true (`AttentionProblem`).
+    `attention_step` has no table of its own: it runs what is said of `attention_decode`.
 
     Raises `ValueError` on an unknown op, `TypeError` on a shape that is not the op's.
     """

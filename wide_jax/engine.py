@@ -103,7 +103,7 @@ class PlannedOp:
     """What one operation of every layer will run."""
 
     op: str
-    part: str  # routing, q, o, gate and up, down, attention
+    part: str  # of a layer, in words: routing, q, attention, o, gate and up, down, ...
     implementation: str
     reason: str
     measured: bool

@@ -297,7 +297,7 @@ def _in_turn(
 
 
 def _rotation(attention: Attention, shared: AttentionInputs) -> Rotation:
-    """What attention is to do to the queries."""
+    """How attention is to turn the queries; in a step the new keys too, by the same angles."""
     norm = attention.q_norm
     if norm is None:
         return Rotation(shared.cos, shared.sin)

@@ -12,8 +12,8 @@ are under way with the mask and the ranges, and all that the merge needs of a sp
 A step (STEP: `attention_step`) begins before the rotation: `step.py`.
 
 A split without visible slots, and a kv head that no active group reads, return before they read
-anything; the merge knows the same ranges and masks and does not look at them either. The merge
-adds splits in order: reruns are bit-identical.
+keys or values; the merge knows the same ranges and masks and does not look at them either. The
+merge adds splits in order: reruns are bit-identical.
 """
 
 import triton.language as tl
@@ -34,7 +34,7 @@ def split_kernel(
     q,  # [B, HQ, D]
     mask,  # [B, GROUPS] bool
     low,  # [B] int32
-    high,  # [B] int32, the new token's slot
+    high,  # [B] int32, the new token's slot; -1: there is none
     new_k,  # [B, HK, D], read if STEP, as is all down to k_norm
     new_v,  # [B, HK, D]
     cos,  # [B, D / 2] float32

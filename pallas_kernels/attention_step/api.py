@@ -41,7 +41,7 @@ def attention_step(
         mask: True = active; group g is heads `g Hq / Ga ...`. None: everything is on.
         lengths: slots of every row that hold tokens, the new one's included.
         rotation: angles of the new tokens, and the queries' norm: `cos` and `sin` are [B, 1, half].
-        k_norm: weight of the keys' norm, where the queries have one.
+        k_norm: weight of the keys' norm, where the queries have one, whose `eps` is theirs too.
         first, sliding_window, scale, expected_sparsity, config: as for `attention_decode`.
         implementation: `reference`; `dense`: `rope_cache`, then cuDNN; `triton`: runs or raises.
             None: what the table of this device says of `attention_decode`.

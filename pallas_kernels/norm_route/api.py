@@ -10,7 +10,7 @@ from pallas_kernels._common import triton_support
 from pallas_kernels._common.checks import DTYPES
 
 # A step's programs each read all of a token and of a row of the compressor, so there are to be few:
-# beyond, one kernel after another.
+# beyond, the two kernels of many tokens.
 STEP_TOKENS = 16
 STEP_PROGRAMS = 1024
 RouteImplementation = Literal["reference", "triton"]
@@ -34,7 +34,7 @@ class RouterWeights(NamedTuple):
 
 
 def step_counter() -> Int32[Array, " C"]:
-    """The counter of `norm_route_step`, as its first call takes it."""
+    """The counter of `norm_route_step` as its first call takes it: C zeros, one for every token."""
     return jnp.zeros((STEP_TOKENS,), jnp.int32)
 
 

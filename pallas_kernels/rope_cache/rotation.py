@@ -1,4 +1,4 @@
-"""`Rotation`: how the queries of a call are to be turned, for the operation that reads them."""
+"""`Rotation`: how the tokens of a call are to be turned, for the attention that does it itself."""
 
 import dataclasses
 

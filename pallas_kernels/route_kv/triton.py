@@ -29,7 +29,7 @@ HELD = 2048  # numbers of the router's second map at once: all programs have the
 
 @jit
 def route_kv_kernel(
-    arrived,  # [STEP_TOKENS], of the first the routing programs that have finished: 0 in the end
+    arrived,  # [STEP_TOKENS], the first: routing programs that have finished; 0 before and after
     x,  # [1, D]
     norm_weight,  # [D]
     compressor,  # [R, D]

@@ -172,9 +172,7 @@ def test_kernels_compile_without_spills(device, dtype, m):
             assert found.spills == 0
             assert found.shared_memory <= device.shared_memory_per_block
             assert "red." not in found.instructions
-            if (
-                kernel is not step_kernel
-            ):  # the step's one atomic counts programs, and adds nothing up
+            if kernel is not step_kernel:  # its one atomic counts programs, and adds nothing up
                 assert "atom." not in found.instructions
 
 
@@ -193,7 +191,7 @@ def test_a_step_of_a_high_rank_holds_fewer_groups(device):
     """Loaded ahead, 128 groups of rank 128 would take all registers and spill."""
     _, _, weights = operands(1, 4096, 128, 112, "bfloat16")
     constants = step_constants(4096, weights, EPS, 0.0)
-    kinds = {"mask": "*i1", "M": "i32", "arrived": "*i32"}
+    kinds = {"mask": "*i1", "arrived": "*i32"}
     kinds |= dict.fromkeys(("x", "norm_weight", "normed"), TYPE_NAMES["bfloat16"])
     signature = {
         name: kinds.get(name, "*fp32") for name in step_kernel.arg_names if name not in constants
