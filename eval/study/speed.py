@@ -7,7 +7,7 @@ is timed with as many skipped at random in every layer and module (`eval.carried
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from rich.console import Console
@@ -19,7 +19,7 @@ from eval.records import eval_record
 from eval.speed import Speedup, measure_speedup
 from eval.study.make import model_folder
 from eval.study.plan import LARGE_SHAPE, OWN_SHAPE, Row
-from eval.study.settings import Settings
+from eval.study.settings import Part, Settings
 from eval.text import read_text
 from wide_jax.cli.models import LoadedModel, load_model
 from wide_jax.config import ModelConfig
@@ -41,9 +41,9 @@ def speeds(
         RuntimeError: there is no GPU, or the large shape does not fit.
     """
     if jax.default_backend() != "gpu":
+        others = ",".join(part for part in get_args(Part) if part != "speed")
         raise RuntimeError(
-            "the study's part `speed` needs a CUDA device: choose others, as "
-            "--parts perplexity,tasks,errors,whole_tasks,generation"
+            f"the study's part `speed` needs a CUDA device: choose others, as --parts {others}"
         )
     for name in shapes:
         yield _own(row, settings, console) if name == OWN_SHAPE else _large(row, settings, console)

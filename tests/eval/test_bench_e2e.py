@@ -256,6 +256,12 @@ def test_a_folder_without_routers_is_refused(option, tmp_path, monkeypatch, caps
     assert "has no routers: give a WIDE model" in capsys.readouterr().err
 
 
+def test_groups_that_do_not_divide_the_ffn_are_refused_before_a_model_is_read(monkeypatch, capsys):
+    monkeypatch.setattr(bench_e2e_command, "start", lambda platform, console: None)
+    assert main(["bench", "e2e", "--masks-of", "no-such-folder", "--ffn-groups", "100"]) == 1
+    assert "ffn_group_size=100" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

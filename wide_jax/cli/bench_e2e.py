@@ -87,8 +87,9 @@ def main(args: Args) -> None:
 def _masks_of(
     folder: str, text: Text, architecture: ModelConfig, args: Args, console: Console
 ) -> SourceMasks:
+    needed = tokens_needed(architecture, args)  # group sizes that do not divide end here
     loaded = _with_routers(folder, console)
-    ids, needed = loaded.encode(text.joined()), tokens_needed(architecture, args)
+    ids = loaded.encode(text.joined())
     if len(ids) < needed:
         console.print(f"the text's {len(ids):,} tokens are repeated to {needed:,}")
     return source_masks(loaded.model, ids, needed, fingerprint=loaded.fingerprint())
