@@ -20,7 +20,7 @@ rows that the tensor cores take: those are made of them at the end.
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit
-from pallas_kernels.rope_cache.triton import normed
+from pallas_kernels._common.rms import rms_normed, rms_scale
 
 
 @jit
@@ -70,9 +70,9 @@ def turned_queries(
     DTYPE: tl.constexpr = heads.dtype
     if HAS_NORM:
         values = heads.to(tl.float32)
-        scale = _norm_scale(tl.sum(tl.sum(values * values, axis=2), axis=1), D, EPS)
-        heads = normed(heads, scale[:, None, None], weight, DTYPE)
-        pairs = normed(pairs, scale[:, None, None], weight_pair, DTYPE)
+        scale = rms_scale(tl.sum(tl.sum(values * values, axis=2), axis=1), D, EPS)
+        heads = rms_normed(heads, scale[:, None, None], weight, DTYPE)
+        pairs = rms_normed(pairs, scale[:, None, None], weight_pair, DTYPE)
     half = tl.arange(0, 2)[None, :, None]
     heads = _turned(heads, pairs, c, tl.where(half == 0, -s, s), DTYPE)
     again = tl.broadcast_to(tl.reshape(heads, (1, ROWS, 2 * HALF)), (HEADS // ROWS, ROWS, 2 * HALF))
@@ -122,19 +122,13 @@ def write_entry(
     ok = columns < D
     if HAS_NORM:
         values = key.to(tl.float32)
-        scale = _norm_scale(tl.sum(values * values, axis=0), D, EPS)
-        key = normed(key, scale, weight, DTYPE)
-        key_pair = normed(key_pair, scale, weight_pair, DTYPE)
+        scale = rms_scale(tl.sum(values * values, axis=0), D, EPS)
+        key = rms_normed(key, scale, weight, DTYPE)
+        key_pair = rms_normed(key_pair, scale, weight_pair, DTYPE)
     s = tl.where(columns < D // 2, -s, s)
     tl.store(k_entry + columns, _turned(key, key_pair, c, s, DTYPE), mask=ok)
     tl.store(v_entry + columns, value, mask=ok)
     tl.debug_barrier()  # other threads of the program will read them
-
-
-@jit
-def _norm_scale(squares, D: tl.constexpr, EPS: tl.constexpr):
-    """1 / RMS, of a sum of squares."""
-    return 1.0 / tl.sqrt_rn(squares / D + EPS)
 
 
 @jit

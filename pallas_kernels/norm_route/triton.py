@@ -31,6 +31,7 @@ from pallas_kernels._common.bfloat16_parts import bfloat16_parts
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
+from pallas_kernels._common.rms import rms_normed, rms_scale
 from pallas_kernels.norm_route.api import RouterWeights
 
 WIDE_TOKENS = 512  # from here on blocks of 64 tokens: each reads all weights
@@ -181,8 +182,8 @@ def finish_rows_kernel(
         total = tl.zeros((BLOCK_TOKENS,), tl.float32)
         for a_slice in tl.static_range(SLICES):
             total += tl.load(squares + row + a_slice * M, mask=token_ok, other=0.0)
-        scale = 1.0 / tl.sqrt_rn(total / D + EPS)
-        tl.store(normed + at, normed_values(a, scale[:, None], weight[None, :]), mask=ok)
+        scale = rms_scale(total, D, EPS)
+        tl.store(normed + at, rms_normed(a, scale[:, None], weight[None, :], a.dtype), mask=ok)
 
 
 @jit
@@ -267,11 +268,11 @@ def route_row(
     own_ok = (offset < PIECE) & (own < D)
     weight = tl.load(norm_weight + own, mask=own_ok, other=0.0)
     a = tl.load(x + own, mask=own_ok, other=0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / D + EPS)
+    scale = rms_scale(tl.sum(squares, axis=0), D, EPS)
     tl.debug_barrier()  # all threads' sums are written before the program says so
     before = tl.atomic_add(arrived + token, 1, sem="acq_rel")
 
-    tl.store(normed + token * D + own, normed_values(a, scale, weight), mask=own_ok)
+    tl.store(normed + token * D + own, rms_normed(a, scale, weight, a.dtype), mask=own_ok)
     if before == R - 1:
         # Read past the L1: other programs wrote it.
         sums = tl.load(z + token * R + ranks, mask=ranks < R, other=0.0, volatile=True) + bias
@@ -283,13 +284,6 @@ def route_row(
             margin = tl.sum(sums[:, None] * (execute - skip), axis=0) + shift
             tl.store(mask + token * GROUPS + groups, margin >= THRESHOLD, mask=groups < GROUPS)
         tl.store(arrived + token, 0)
-
-
-@jit
-def normed_values(a, scale, weight):
-    """`weight * (a * scale)` in the dtype of a, rounded to it in between as well."""
-    unit = (a.to(tl.float32) * scale).to(a.dtype)
-    return (weight.to(tl.float32) * unit.to(tl.float32)).to(a.dtype)
 
 
 def few_tokens(

@@ -9,6 +9,7 @@ from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
+from pallas_kernels._common.rms import rms_normed, rms_scale
 
 
 @jit
@@ -25,10 +26,10 @@ def norm_kernel(
     ok = d < D
     row = tl.program_id(0).to(tl.int64) * D
     a = tl.load(x + row + d, mask=ok, other=0.0).to(tl.float32)
-    w = tl.load(weight + d, mask=ok, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(a * a, axis=0) / D + EPS)
-    unit = (a * scale).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row + d, (w * unit).to(x.dtype.element_ty), mask=ok)
+    w = tl.load(weight + d, mask=ok, other=0.0)
+    scale = rms_scale(tl.sum(a * a, axis=0), D, EPS)
+    result = rms_normed(a, scale, w, x.dtype.element_ty)
+    tl.store(out + row + d, result, mask=ok)
 
 
 def rms_norm(x: Float[Array, "M D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "M D"]:

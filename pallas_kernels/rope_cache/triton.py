@@ -13,6 +13,7 @@ import triton.language as tl
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.jit import jit
+from pallas_kernels._common.rms import rms_normed, rms_scale
 
 HEADS = 8  # of a program
 NUM_WARPS = 4
@@ -110,19 +111,12 @@ def rotated(
     if HAS_NORM:
         i_ok = i < D // 2
         squares = tl.sum(first * first + second * second, axis=1)
-        scale = 1.0 / tl.sqrt_rn(squares / D + EPS)
+        scale = rms_scale(squares, D, EPS)
         w_first = tl.load(norm + i, mask=i_ok, other=0.0)[None, :]
         w_second = tl.load(norm + D // 2 + i, mask=i_ok, other=0.0)[None, :]
-        first = normed(first, scale[:, None], w_first, DTYPE).to(tl.float32)
-        second = normed(second, scale[:, None], w_second, DTYPE).to(tl.float32)
+        first = rms_normed(first, scale[:, None], w_first, DTYPE).to(tl.float32)
+        second = rms_normed(second, scale[:, None], w_second, DTYPE).to(tl.float32)
     return (first * c - second * s).to(DTYPE), (second * c + first * s).to(DTYPE)
-
-
-@jit
-def normed(x, scale, weight, DTYPE: tl.constexpr):
-    """`weight * (x * scale)` in the dtype of heads, rounded to it in between as well."""
-    unit = (x.to(tl.float32) * scale).to(DTYPE)
-    return (weight.to(tl.float32) * unit.to(tl.float32)).to(DTYPE)
 
 
 def rope_cache(q, k, v, cos, sin, keys, values, slots, q_norm, k_norm, eps):

@@ -19,8 +19,9 @@ from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import current_device
 from pallas_kernels._common.forms import next_power_of_two
 from pallas_kernels._common.jit import jit
+from pallas_kernels._common.rms import rms_normed, rms_scale
 from pallas_kernels.norm_route.api import RouterWeights
-from pallas_kernels.norm_route.triton import normed_values, route_row, step_constants
+from pallas_kernels.norm_route.triton import route_row, step_constants
 from pallas_kernels.project_qkv.api import KVBiases
 
 TILE_BYTES = 16384  # of weights a program, all asked for at once: 64 a thread where D is 4096
@@ -109,8 +110,8 @@ def _channels(
     a = tl.load(x + d, mask=ok, other=0.0)
     a32 = a.to(tl.float32)
     squares = tl.sum(tl.sum(a32 * a32, axis=2), axis=1)
-    scale = 1.0 / tl.sqrt_rn(squares / D + EPS)
-    a = normed_values(a, scale[:, None, None], weight)
+    scale = rms_scale(squares, D, EPS)
+    a = rms_normed(a, scale[:, None, None], weight, a.dtype)
     result = shift + tl.sum(tl.sum(rows.to(tl.float32) * a.to(tl.float32), axis=2), axis=1)
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=columns < NK)
 
