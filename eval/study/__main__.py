@@ -140,7 +140,8 @@ def show(console: Console, jobs: Sequence[Job], left: Sequence[Job], settings: S
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{len(left)} of {len(jobs)} jobs are left: about {total.device / 60:.0f} minutes of one "
-        f"H200, and {total.beside / 60:.0f} of starting and compiling, which `--jobs` and `--ahead` overlap",
+        f"H200, and {total.beside / 60:.0f} of starting and compiling, which `--jobs` and "
+        "`--ahead` overlap",
         highlight=False,
         soft_wrap=True,
     )
