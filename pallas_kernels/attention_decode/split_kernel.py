@@ -16,6 +16,8 @@ keys or values; the merge knows the same ranges and masks and does not look at t
 merge adds splits in order: reruns are bit-identical.
 """
 
+# pyrefly: ignore-errors
+# (What only a step defines only a step uses: STEP is known when the kernel is compiled.)
 import triton.language as tl
 
 from pallas_kernels._common.jit import jit

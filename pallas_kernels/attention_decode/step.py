@@ -36,15 +36,14 @@ def ask_queries(
     HAS_NORM: tl.constexpr,
 ):
     """What `turned_queries` takes: heads, what each column is turned with, angles, norm weights."""
-    SHAPE: tl.constexpr = (ROWS, 2, HALF)
     head = tl.minimum(tl.arange(0, ROWS), PER_KV - 1)[:, None, None]
     half = tl.arange(0, 2)[None, :, None]
     i = tl.arange(0, HALF)[None, None, :]
     # Whole tiles of what all heads share: a row of it would have to be handed from thread to
     # thread through shared memory, behind barriers.
-    angle = tl.broadcast_to(i, SHAPE)
-    column = tl.broadcast_to(half * (D // 2) + i, SHAPE)
-    pair = tl.broadcast_to((1 - half) * (D // 2) + i, SHAPE)
+    angle = tl.broadcast_to(i, (ROWS, 2, HALF))
+    column = tl.broadcast_to(half * (D // 2) + i, (ROWS, 2, HALF))
+    pair = tl.broadcast_to((1 - half) * (D // 2) + i, (ROWS, 2, HALF))
     ok = angle < D // 2
     heads = tl.load(q + head * D + column, mask=ok, other=0.0)
     pairs = tl.load(q + head * D + pair, mask=ok, other=0.0)
