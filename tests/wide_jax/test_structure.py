@@ -1,8 +1,9 @@
-"""A model's structure as a static argument: one hash, and one compile for equal models."""
+"""A model as jitted functions take it: one hash, one compile for equal models, plain arrays."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from wide_jax.kernels import Kernels, SparsityHints
@@ -45,3 +46,16 @@ def test_it_is_no_leaf_of_a_jitted_functions_arguments(wide_model):
         lambda structure, state: nnx.merge(structure, state).model.norm.weight[...].sum()
     )
     assert float(total(*split(wide_model))) == float(total(*nnx.split(wide_model)))
+
+
+def test_the_state_holds_plain_arrays_and_the_model_comes_back_whole(wide_model):
+    """A node of Python around each array is looked through at every call."""
+    structure, state = split(wide_model)
+    found = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    assert {type(leaf) for leaf in found} == {type(jnp.zeros(()))}
+    kinds, again = (
+        {path: type(variable) for path, variable in nnx.to_flat_state(nnx.state(model))}
+        for model in (wide_model, nnx.merge(structure, state))
+    )
+    assert len(set(kinds.values())) > 1  # what is trained and what is not
+    assert again == kinds
