@@ -38,6 +38,9 @@ class Kernels:
 
     None asks each op's table for this device, which may say *dense*. The hints steer the tables
     and never the results; without one the tables assume one half.
+
+    Raises:
+        ValueError: `attention_decode` and `attention_step` are both named.
     """
 
     hints: SparsityHints = SparsityHints()
@@ -56,6 +59,14 @@ class Kernels:
     # A decode step: rotation, cache and attention in one. None leaves them to `rope_cache` and
     # `attention_decode` where one of these is named, or the cache has another dtype than its keys.
     attention_step: AttentionImplementation | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention_decode is not None and self.attention_step is not None:
+            raise ValueError(
+                f"attention_decode={self.attention_decode!r} and attention_step="
+                f"{self.attention_step!r} are both named, and a decode step runs one of them: "
+                "leave the other at None"
+            )
 
     @property
     def routes_with_kv(self) -> bool:

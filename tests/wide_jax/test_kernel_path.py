@@ -260,8 +260,10 @@ def test_plan_of_a_decode_step_says_what_attends():
     # As above: one that is asked for by name runs.
     assert attention(attention_decode="dense") == ("attention_decode", "dense")
     assert attention(rope_cache="triton") == ("attention_decode", "triton")
-    named = dict(rope_cache="triton", attention_decode="dense", attention_step="reference")
+    named = dict(rope_cache="triton", attention_step="reference")  # the one for prompts
     assert attention(**named) == ("attention_step", "reference")
+    with pytest.raises(ValueError, match=r"attention_step='triton' are both named"):
+        Kernels(attention_decode="dense", attention_step="triton")
 
 
 @pytest.fixture
