@@ -1,1 +1,1 @@
-"""What the two attention ops share: visible ranges, checks, configs and dispatch."""
+"""What the attention ops share: visible ranges, checks, configs and dispatch."""

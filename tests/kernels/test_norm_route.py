@@ -112,7 +112,7 @@ def test_a_token_does_not_depend_on_its_neighbours(m, implementation):
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("m", [1, 4, 16, 17, 65])
 def test_a_counter_serves_call_after_call(m, implementation):
-    x, norm, weights = operands(m, 96, 16, 5, "float32")
+    x, norm, weights = operands(m, 96, 8, 5, "float32")
     with running(implementation):
         wanted = norm_route(x, norm, weights, eps=EPS, implementation=implementation)
         counter = step_counter()
