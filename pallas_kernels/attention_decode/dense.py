@@ -14,20 +14,23 @@ def attention(
     scale: float,
     *,
     plain: bool,
+    op: str = "attention_decode",
 ) -> Float[Array, "B Hq d"]:
     """See `reference.attention`. Rows from slot 0 without a window (`plain`), bfloat16 or float16.
+
+    Raises `NotImplementedError`, in the name of `op`, on others.
 
     cuDNN reads all slots below each row's length rounded up to its own tiles: those must be
     finite, as they are in a cache that began as zeros.
     """
     if not plain:
         raise NotImplementedError(
-            "attention_decode: dense (cuDNN) takes neither first nor sliding_window; use "
+            f"{op}: dense (cuDNN) takes neither first nor sliding_window; use "
             "implementation='triton'"
         )
     if q.dtype == jnp.float32:
         raise NotImplementedError(
-            "attention_decode: dense (cuDNN) takes bfloat16 and float16, not float32; use "
+            f"{op}: dense (cuDNN) takes bfloat16 and float16, not float32; use "
             "implementation='triton'"
         )
     out = jax.nn.dot_product_attention(

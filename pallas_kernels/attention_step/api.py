@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels._attention.checks import check_settings
 from pallas_kernels._attention.config import AttentionConfig, AttentionImplementation
-from pallas_kernels.attention_decode.api import attention_decode, decode_problem, decode_ranges
+from pallas_kernels.attention_decode.api import decode_problem, decode_ranges
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.rope_cache import Rotation, rope_cache
 
@@ -74,6 +74,8 @@ def attention_step(
     chosen, config = resolve(problem, implementation, config)
     low, high = decode_ranges(problem.s, lengths, first, sliding_window)
     if chosen == "dense":
+        from pallas_kernels.attention_decode.dense import attention as dense
+
         rotated, _, k_cache, v_cache = rope_cache(
             q[:, None],
             k[:, None],
@@ -88,16 +90,8 @@ def attention_step(
             eps=rotation.eps,
         )
         assert rotated is not None  # there were queries
-        out = attention_decode(
-            rotated[:, 0],
-            k_cache,
-            v_cache,
-            mask,
-            high + 1,
-            first=first,
-            sliding_window=sliding_window,
-            scale=scale,
-            implementation="dense",
+        out = dense(
+            rotated[:, 0], k_cache, v_cache, mask, high + 1, scale, plain=problem.plain, op=op
         )
         return out, k_cache, v_cache
     if mask is None:
