@@ -30,6 +30,7 @@ SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
     (9, 48, 128, 9),  # too many programs for a step
     (1, 64, 128, 70),  # more groups than a step decides at once
     (3, 64, 16, 130),
+    (2, 4128, 4, 3),  # more channels than a step's program asks for at once
     (4, 576, 32, 24),
     (64, 64, 8, 3),
     (8, 192, 20, 40),
@@ -40,6 +41,7 @@ SHAPES = [  # M, D, R, groups: both forms, sizes that are no power of two
 ]
 if ON_GPU:
     SHAPES += [(1, 4096, 32, 112), (16384, 4096, 32, 112), (4097, 5120, 16, 8), (16, 4096, 32, 8)]
+    SHAPES += [(4, 5120, 32, 40)]
     SHAPES += [(128, 4096, 32, 112), (1000, 4096, 32, 112), (8192, 4096, 128, 8)]
 
 
