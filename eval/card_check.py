@@ -73,7 +73,7 @@ class Verdict:
 
 
 def check_card(
-    tokens: Sequence[int] = (1, 37, 600, 4096),
+    tokens: Sequence[int] = (1, 9, 37, 600, 4096),
     models: Sequence[str] = ("llama-3.1-8b", "smollm2-135m"),
     patterns: Sequence[str] = ("half", "ragged"),
     *,

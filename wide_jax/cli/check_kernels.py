@@ -18,7 +18,7 @@ class Args:
     Some minutes on a cold machine, most of it compiling. Exits with 1 if anything is wrong.
     """
 
-    tokens: tuple[int, ...] = (1, 37, 600, 4096)
+    tokens: tuple[int, ...] = (1, 9, 37, 600, 4096)
     """Tokens of a call."""
     models: tuple[str, ...] = ("llama-3.1-8b", "smollm2-135m")
     """Whose layers: llama-3.1-8b, llama-3.2-3b, qwen3-0.6b, qwen3-14b, smollm2-135m."""
