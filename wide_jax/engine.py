@@ -8,6 +8,7 @@ from flax import nnx
 from pallas_kernels import explain
 from pallas_kernels._common import triton_support
 from pallas_kernels._common.device import Device, current_device
+from pallas_kernels.layout.api import default_layout_implementation
 from wide_jax import pruned
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels, SparsityHints
@@ -196,25 +197,40 @@ def plan(
     part = "attention"
     if tokens == 1 and kernels.attends_in_a_step:  # by the table of `attention_decode`
         op, part = "attention_step", "rotation, cache, attention"
-    found.insert(1, _planned(op, part, getattr(kernels, op), choice))
-    return found if whole else [*_planned_routing(kernels, m, device), *found]
+        found.insert(1, _planned(op, part, getattr(kernels, op), choice))
+    else:
+        rotation = _untabled("rope_cache", "rotation and cache", kernels.rope_cache, device)
+        found[1:1] = [rotation, _planned(op, part, getattr(kernels, op), choice)]
+    if not whole or (m <= pruned.FEW_TOKENS and not kernels.plain_products):
+        found.insert(0, _planned_layout(kernels.mask_layout, m, device))
+    if whole:
+        return [_untabled("rms_norm", "norms", kernels.rms_norm, device), *found]
+    return [*_planned_routing(kernels, m, device), *found]
+
+
+def _planned_layout(asked: str | None, m: int, device: Device | None) -> PlannedOp:
+    """How the masks of m tokens are ordered."""
+    default = default_layout_implementation(m, device)
+    implementation, reason = (default, "by tokens") if asked is None else (asked, "asked for")
+    return PlannedOp("mask_layout", "layouts", implementation, reason, measured=False)
 
 
 def _planned_routing(kernels: Kernels, m: int, device: Device | None) -> list[PlannedOp]:
     """How the two routers are asked for m tokens, and what is made beside an answer."""
+    if m > 1 or not kernels.routes_with_kv:
+        return [_untabled("norm_route", "routing", kernels.norm_route, device)]
+    return [
+        _untabled("route_kv", "attention's routing, k and v", kernels.route_kv, device),
+        _untabled("norm_route", "FFN's routing", kernels.norm_route, device),
+    ]
+
+
+def _untabled(op: str, part: str, asked: str | None, device: Device | None) -> PlannedOp:
+    """An operation that has no table: Triton where it runs."""
     runs = triton_support.runs_on(device or current_device())
     automatic = ("triton", "Triton runs here") if runs else ("reference", "no Triton here")
-
-    def routing(op: str, part: str, asked: str | None) -> PlannedOp:
-        implementation, reason = automatic if asked is None else (asked, "asked for")
-        return PlannedOp(op, part, implementation, reason, measured=False)
-
-    if m > 1 or not kernels.routes_with_kv:
-        return [routing("norm_route", "routing", kernels.norm_route)]
-    return [
-        routing("route_kv", "attention's routing, k and v", kernels.route_kv),
-        routing("norm_route", "FFN's routing", kernels.norm_route),
-    ]
+    implementation, reason = automatic if asked is None else (asked, "asked for")
+    return PlannedOp(op, part, implementation, reason, measured=False)
 
 
 def _planned(op: str, part: str, asked: str | None, choice) -> PlannedOp:

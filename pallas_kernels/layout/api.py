@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from pallas_kernels._common import triton_support
+from pallas_kernels._common.device import Device, current_device
 from pallas_kernels._common.problem import SMALL_TOKENS
 from pallas_kernels.layout import k_axis as k_axis_module
 from pallas_kernels.layout.k_axis import KOrder
@@ -153,11 +155,12 @@ def k_order_of(layout: MaskLayout) -> KOrder:
 TRITON_TOKENS = 512 * 256
 
 
-def default_layout_implementation(tokens: int) -> LayoutImplementation:
+def default_layout_implementation(
+    tokens: int, device: Device | None = None
+) -> LayoutImplementation:
     """What `mask_layout` runs when none is named: see docs/kernels.md for the measurements."""
-    from pallas_kernels._common import triton_support
-
-    return "triton" if triton_support.runs_here() and tokens <= TRITON_TOKENS else "xla"
+    runs = triton_support.runs_on(device or current_device())
+    return "triton" if runs and tokens <= TRITON_TOKENS else "xla"
 
 
 def _order(

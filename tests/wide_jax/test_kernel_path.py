@@ -199,18 +199,37 @@ def test_plan_names_every_op_of_a_layer():
     config, kernels = tiny_config(), Kernels(gemm_mn="reference")
     wide = WideConfig.for_model(config, ffn_group_size=8)
     step = ("attention_step", "rotation, cache, attention")
-    for tokens, attention in ((1, step), (64, ("attention_prefill", "attention"))):
-        routing, *ops = plan(config, wide, kernels, batch=1, tokens=tokens, context=64)
-        assert (routing.op, routing.part) == ("norm_route", "routing")
+    prompt = [("rope_cache", "rotation and cache"), ("attention_prefill", "attention")]
+    for tokens, attention in ((1, [step]), (64, prompt)):
+        ops = plan(config, wide, kernels, batch=1, tokens=tokens, context=64)
         assert [(op.op, op.part) for op in ops] == [
+            ("norm_route", "routing"),
+            ("mask_layout", "layouts"),
             ("gemm_mn", "q"),
-            attention,
+            *attention,
             ("gemm_k", "o"),
             ("swiglu_up", "gate and up"),
             ("gemm_k", "down"),
         ]
-        assert ops[0].reason == "asked for"
+        assert ops[2].reason == "asked for"
         assert all(op.implementation for op in ops)
+
+
+def test_plan_of_a_dense_model_has_no_layout_where_nothing_needs_one():
+    config = tiny_config()
+
+    def ops(tokens, **named):
+        found = plan(
+            config, None, Kernels(**named), batch=1, tokens=tokens, context=256, device=H200
+        )
+        return {op.op: op.implementation for op in found}
+
+    assert ops(1)["mask_layout"] == "triton"
+    assert ops(1)["rms_norm"] == "triton"
+    assert ops(1, rms_norm="reference")["rms_norm"] == "reference"
+    assert "norm_route" not in ops(1)
+    assert "mask_layout" not in ops(128)
+    assert "mask_layout" not in ops(1, gemm_mn="dense", swiglu_up="dense", gemm_k="dense")
 
 
 def test_plan_of_a_step_of_one_token_routes_with_keys_and_values():
@@ -464,7 +483,7 @@ def test_a_step_of_given_masks_pays_for_routing_with_keys_and_values(route_kv_ca
 def test_plan_of_what_runs_in_plain_jax():
     config, options = tiny_config(), {"batch": 1, "context": 128, "device": H200}
     prefill_ops = plan(config, None, Kernels(), tokens=128, **options)
-    products = [op for op in prefill_ops if op.part != "attention"]
+    products = [op for op in prefill_ops if op.op in ("gemm_mn", "gemm_k", "swiglu_up")]
     assert {op.implementation for op in products} == {"plain JAX"}
     step = plan(config, None, Kernels(), tokens=1, **options)
     assert "plain JAX" not in {op.implementation for op in step}
