@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import MaskLayout, mask_layout
+from pallas_kernels._common.device import CPU, H200
 from pallas_kernels._common.testing import PATTERNS, clustered_mask
+from pallas_kernels.layout.api import default_layout_implementation
 from tests.kernels.contract import ON_GPU, running
 
 KEY = jax.random.key(4)
@@ -64,16 +66,10 @@ def test_refusals():
         mask_layout(jnp.ones((4, 2), bool), implementation="sort")
 
 
-def test_very_long_inputs_are_ordered_by_xla(monkeypatch):
-    from pallas_kernels._common import triton_support
-    from pallas_kernels._common.device import CPU, H200
-    from pallas_kernels.layout import api
-
-    monkeypatch.setattr(triton_support, "current_device", lambda: H200)
-    assert api.default_layout_implementation(131_072) == "triton"
-    assert api.default_layout_implementation(131_073) == "xla"
-    monkeypatch.setattr(triton_support, "current_device", lambda: CPU)
-    assert api.default_layout_implementation(10) == "xla"
+def test_very_long_inputs_are_ordered_by_xla():
+    assert default_layout_implementation(131_072, H200) == "triton"
+    assert default_layout_implementation(131_073, H200) == "xla"
+    assert default_layout_implementation(10, CPU) == "xla"
     with running("triton"), pytest.raises(NotImplementedError, match="up to 131072 tokens"):
         mask_layout(jnp.ones((131_073, 1), bool), implementation="triton")
 
