@@ -4,11 +4,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from pallas_kernels.norm_route.api import STEP_TOKENS
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 
 GIB = 2**30
-COUNTER_BYTES = 4  # of a layer's cache: see `wide_jax.cache.LayerCache`
+COUNTER_BYTES = 4 * STEP_TOKENS  # of a layer's cache: see `wide_jax.cache.LayerCache`
 
 
 @dataclasses.dataclass(frozen=True)
