@@ -47,10 +47,10 @@ def test_a_generation_pads_prompts_and_cache_to_these_sizes(monkeypatch):
 
 def test_llama_3_1_8b():
     """8.03e9 parameters; a token's keys and values are 2 x 32 x 8 x 128 elements, and each layer's
-    cache has a counter of 4 bytes."""
+    cache has a counter of 64 bytes."""
     config = shape("llama-3.1-8b")
     found = estimate_memory(config, None, batch=1, piece=4096, capacity=16384, element_bytes=2)
     assert found.weights == 2 * 8_030_261_248
-    assert found.cache == 2 * 16384 * 2 * 32 * 8 * 128 + 4 * 32
+    assert found.cache == 2 * 16384 * 2 * 32 * 8 * 128 + 64 * 32
     assert found.routers == 0
     assert 0.3e9 < found.temporary < 1e9
