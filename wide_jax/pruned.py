@@ -209,10 +209,10 @@ def attend(
         y.reshape(rows, tokens, -1, attention.head_dim)
         for y in _projected(attention, decision, kernels)
     )
-    if cache is not None and _one_operation(k, shared, cache, kernels):
+    if cache is not None and _decodes(shared, tokens):
         out, cache = _step(attention, q, k, v, decision, shared, cache, kernels)
     else:
-        out, cache = _in_turn(attention, q, k, v, decision, shared, cache, kernels)
+        out, cache = _prompt(attention, q, k, v, decision, shared, cache, kernels)
     out = out.reshape(rows * tokens, -1)
     # Where everything runs, padding's heads are computed though its layout says off.
     zeroed = decision.mask is not None
@@ -220,20 +220,8 @@ def attend(
 
 
 def _decodes(shared: AttentionInputs, tokens: int) -> bool:
-    """Whether a step with a cache goes through `attention_decode`, or `attention_step`."""
+    """Whether a forward pass with a cache is a step: one token a row, which sees what is cached."""
     return tokens == 1 and not shared.fresh
-
-
-def _one_operation(
-    k: Float[Array, "B T Hk d"], shared: AttentionInputs, cache: LayerCache, kernels: Kernels
-) -> bool:
-    """Whether a step goes through `attention_step`: one that is named raises where it cannot run.
-
-    It takes a cache of the projections' dtype only.
-    """
-    if not _decodes(shared, k.shape[1]) or not kernels.attends_in_a_step:
-        return False
-    return kernels.attention_step is not None or cache.keys.dtype == k.dtype
 
 
 def _step(
@@ -246,34 +234,52 @@ def _step(
     cache: LayerCache,
     kernels: Kernels,
 ) -> tuple[Float[Array, "B Hq d"], LayerCache]:
-    """Attention of one new token a row, and the cache with it."""
-    layout = None if decision.mask is None else decision.layout
-    k_norm = attention.k_norm
-    out, keys, values = attention_step(
-        q[:, 0],
-        k[:, 0],
-        v[:, 0],
-        cache.keys,
-        cache.values,
-        None if layout is None else layout.mask,
-        _lengths(shared),
-        _rotation(attention, shared),
-        k_norm=None if k_norm is None else k_norm.weight[...],
-        sliding_window=attention.window,
-        expected_sparsity=None if layout is None else layout.expected_sparsity,
-        implementation=kernels.attention_step,
-    )
-    return out, dataclasses.replace(cache, keys=keys, values=values)
+    """Attention of one new token a row, and the cache with it, in one operation or two.
 
-
-def _lengths(shared: AttentionInputs) -> Int32[Array, " B"]:
-    """Of every row in the cache, the step's token included; a row without a new one reads none."""
+    `attention_step` takes a cache of the projections' dtype only; where it is named it runs or
+    raises.
+    """
+    layout = _masked(decision)
+    mask = None if layout is None else layout.mask
     assert shared.start is not None  # with a cache there is one
-    new = shared.segment_ids[:, 0] > 0
-    return jnp.where(new, shared.start + 1, 0)
+    # A row without a new token reads nothing.
+    lengths = jnp.where(shared.segment_ids[:, 0] > 0, shared.start + 1, 0)
+    options = {
+        "sliding_window": attention.window,
+        "expected_sparsity": None if layout is None else layout.expected_sparsity,
+    }
+    named, same = kernels.attention_step is not None, cache.keys.dtype == k.dtype
+    if kernels.attends_in_a_step and (named or same):
+        k_norm = attention.k_norm
+        out, keys, values = attention_step(
+            q[:, 0],
+            k[:, 0],
+            v[:, 0],
+            cache.keys,
+            cache.values,
+            mask,
+            lengths,
+            _rotation(attention, shared),
+            k_norm=None if k_norm is None else k_norm.weight[...],
+            implementation=kernels.attention_step,
+            **options,
+        )
+        return out, dataclasses.replace(cache, keys=keys, values=values)
+    rotated, k, cache = _cached(attention, q, k, v, shared, cache, kernels)
+    assert rotated is not None  # there were queries
+    out = attention_decode(
+        rotated[:, 0],
+        cache.keys.astype(k.dtype),
+        cache.values.astype(v.dtype),
+        mask,
+        lengths,
+        implementation=kernels.attention_decode,
+        **options,
+    )
+    return out, cache
 
 
-def _in_turn(
+def _prompt(
     attention: Attention,
     q: Float[Array, "B T Hq d"],
     k: Float[Array, "B T Hk d"],
@@ -283,17 +289,41 @@ def _in_turn(
     cache: LayerCache | None,
     kernels: Kernels,
 ) -> tuple[Float[Array, "B T Hq d"], LayerCache | None]:
-    """Rotation and the cache's new entries, then attention, which may rotate the queries."""
-    rotation = None
+    """Attention of new tokens, and the cache with them; with one, attention turns the queries."""
+    rotation = start = lengths = segment_ids = None
+    new = (shared.segment_ids > 0).sum(axis=1, dtype=jnp.int32)
     if cache is None:
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         q, k = (rotate(x, shared.cos, shared.sin) for x in (q, k))
+        segment_ids = shared.segment_ids if shared.causal is None else None
     else:
-        if not _decodes(shared, q.shape[1]):
-            rotation = _rotation(attention, shared)
-        q, k, cache = _cached(attention, q, k, v, shared, cache, kernels, rotation)
-    return _attention(attention, q, k, v, decision, shared, cache, kernels, rotation), cache
+        rotation = _rotation(attention, shared)
+        _, k, cache = _cached(attention, None, k, v, shared, cache, kernels)
+        if shared.fresh:  # the cache held nothing: the new tokens see only each other
+            lengths = new
+        else:
+            assert shared.start is not None  # with a cache there is one
+            start, lengths = shared.start, shared.start + new
+            k, v = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
+    out = attention_prefill(
+        q,
+        k,
+        v,
+        _masked(decision),
+        start=start,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        sliding_window=attention.window,
+        rotation=rotation,
+        implementation=kernels.attention_prefill,
+    )
+    return out, cache
+
+
+def _masked(decision: Decision) -> MaskLayout | None:
+    """The layout that attention skips by; None: everything runs, whatever the products take."""
+    return None if decision.mask is None else decision.layout
 
 
 def _rotation(attention: Attention, shared: AttentionInputs) -> Rotation:
@@ -306,21 +336,17 @@ def _rotation(attention: Attention, shared: AttentionInputs) -> Rotation:
 
 def _cached(
     attention: Attention,
-    q: Float[Array, "B T Hq d"],
+    q: Float[Array, "B T Hq d"] | None,
     k: Float[Array, "B T Hk d"],
     v: Float[Array, "B T Hk d"],
     shared: AttentionInputs,
     cache: LayerCache,
     kernels: Kernels,
-    rotation: Rotation | None,
-) -> tuple[Float[Array, "B T Hq d"], Float[Array, "B T Hk d"], LayerCache]:
-    """Queries and keys normed and rotated, and the cache with the new tokens.
-
-    Queries come back as they are where attention does it: its `rotation`.
-    """
+) -> tuple[Float[Array, "B T Hq d"] | None, Float[Array, "B T Hk d"], LayerCache]:
+    """Queries, if there are any, and keys normed and rotated, and the cache with the new tokens."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    rotated, k, keys, values = rope_cache(
-        q if rotation is None else None,
+    q, k, keys, values = rope_cache(
+        q,
         k,
         v,
         shared.cos,
@@ -328,61 +354,12 @@ def _cached(
         cache.keys,
         cache.values,
         shared.slots,
-        q_norm=None if q_norm is None or rotation is not None else q_norm.weight[...],
+        q_norm=None if q is None or q_norm is None else q_norm.weight[...],
         k_norm=None if k_norm is None else k_norm.weight[...],
         eps=0.0 if k_norm is None else k_norm.eps,
         implementation=kernels.rope_cache,
     )
-    q = q if rotated is None else rotated
     return q, k, dataclasses.replace(cache, keys=keys, values=values)
-
-
-def _attention(
-    attention: Attention,
-    q: Float[Array, "B T Hq d"],
-    k: Float[Array, "B T Hk d"],
-    v: Float[Array, "B T Hk d"],
-    decision: Decision,
-    shared: AttentionInputs,
-    cache: LayerCache | None,
-    kernels: Kernels,
-    rotation: Rotation | None,
-) -> Float[Array, "B T Hq d"]:
-    layout = None if decision.mask is None else decision.layout
-    new = (shared.segment_ids > 0).sum(axis=1, dtype=jnp.int32)
-    start = lengths = segment_ids = None
-    if cache is None:
-        segment_ids = shared.segment_ids if shared.causal is None else None
-    elif shared.fresh:  # the cache held nothing: the new tokens see only each other
-        lengths = new
-    else:
-        assert shared.start is not None  # with a cache there is one
-        start, lengths = shared.start, shared.start + new
-        k, v = cache.keys.astype(k.dtype), cache.values.astype(v.dtype)
-        if _decodes(shared, q.shape[1]):
-            out = attention_decode(
-                q[:, 0],
-                k,
-                v,
-                None if layout is None else layout.mask,
-                _lengths(shared),
-                sliding_window=attention.window,
-                expected_sparsity=None if layout is None else layout.expected_sparsity,
-                implementation=kernels.attention_decode,
-            )
-            return out[:, None]
-    return attention_prefill(
-        q,
-        k,
-        v,
-        layout,
-        start=start,
-        lengths=lengths,
-        segment_ids=segment_ids,
-        sliding_window=attention.window,
-        rotation=rotation,
-        implementation=kernels.attention_prefill,
-    )
 
 
 def feed_forward(
