@@ -263,7 +263,7 @@ def cell(
                 "layers": architecture.num_hidden_layers,
                 "sparsity": one.sparsity,
                 "accounting": None if one.accounting is None else one.accounting.summary(),
-                "rates": None if one.accounting is None else _rates(one.accounting),
+                "rates": None if one.accounting is None else one.accounting.by_layer(),
                 "mask": one.variant.mask,
                 "masks_of": one.variant.masks_of,
                 "variant": one.variant.name,
@@ -397,11 +397,6 @@ def _accounting(config: ModelConfig, wide: WideConfig, used: tuple[Usage, StepUs
     return account(
         used[0], config, wide, weight_bytes=ELEMENT_BYTES, kv_bytes=ELEMENT_BYTES, steps=used[1]
     )
-
-
-def _rates(found: Accounting) -> dict[str, list[float]]:
-    """Skipped of each layer, by module."""
-    return {"attention": list(found.attention_layers), "ffn": list(found.ffn_layers)}
 
 
 def _ideal(

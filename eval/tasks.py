@@ -415,20 +415,13 @@ def result_records(
             name=lm.name,
             num_fewshot=result.num_fewshot,
             accounting_decode=None if result.decode is None else result.decode.summary(),
-            layers=_layers(result.prefill),
-            layers_decode=None if result.decode is None else _layers(result.decode),
+            layers=result.prefill.by_layer(),
+            layers_decode=None if result.decode is None else result.decode.by_layer(),
             settings=result.settings,
             speedup=None if result.speedup is None else result.speedup.to_json(),
         )
         for metric, value in result.metrics.items()
     ]
-
-
-def _layers(accounting: Accounting) -> dict[str, list[float]]:
-    return {
-        "attention": list(accounting.attention_layers),
-        "ffn": list(accounting.ffn_layers),
-    }
 
 
 def _append_new(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -128,6 +128,10 @@ class Accounting:
         names = ("attention", "ffn", "paper", "parameters", "flops", "bytes")
         return {name: getattr(self, name) for name in names}
 
+    def by_layer(self) -> dict[str, list[float]]:
+        """Skipped of each layer, by module."""
+        return {"attention": list(self.attention_layers), "ffn": list(self.ffn_layers)}
+
     def to_json(self) -> dict[str, object]:
         """Every figure, as plain JSON types."""
         return dataclasses.asdict(self) | {

@@ -135,10 +135,7 @@ def _record(row: Row, loaded: Loaded, *, accounting: Accounting, **fields: Any) 
         recipe=row.recipe(),
         seed=row.seed,
         updates=row.updates,
-        layers={
-            "attention": list(accounting.attention_layers),
-            "ffn": list(accounting.ffn_layers),
-        },
+        layers=accounting.by_layer(),
         savable_flops=savable,
         **fields,
     )

@@ -122,10 +122,7 @@ def to_record(
         seed=recipe.get("seed"),
         updates=recipe.get("updates"),
         word_perplexity=result.word_perplexity,
-        layers={
-            "attention": list(result.accounting.attention_layers),
-            "ffn": list(result.accounting.ffn_layers),
-        },
+        layers=result.accounting.by_layer(),
         speedup=None if speedup is None else speedup.to_json(),
     )
 
