@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from train.records import UpdateRecord, check_finite, to_record
 from train.step import Step, StepMetrics, init_optimizer, make_step
 from train.threshold import absorb_thresholds
 from wide_jax import partition
+from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import RouterParam
 
@@ -48,20 +50,34 @@ def run_updates(
     config: TrainConfig,
     *,
     report: Callable[[StepMetrics], None],
+    before_first: Callable[[Callable[[], None]], None] | None = None,
     after_update: Callable[[TrainState], None] | None = None,
 ) -> TrainState:
     """Run updates `state.update` to `config.updates`, under `jax.set_mesh(mesh)`.
 
     `report` gets each update's metrics after the next one is under way, so fetching them never
-    leaves the device idle. `state`'s arrays are donated: only the returned state is alive.
+    leaves the device idle. `before_first` is called before there is one, with a function that
+    compiles the step without running it. `state`'s arrays are donated: only the returned state is
+    alive.
     """
     key, hyper = jax.random.key(config.seed), hyperparameters(config)
+
+    def arguments(state: TrainState, batch: TokenBatch) -> tuple[Any, ...]:
+        update = np.int32(state.update)
+        return state.trainable, state.opt_state, frozen, batch, update, key, hyper
+
+    def batch_of(update: int) -> TokenBatch:
+        return on_mesh(batches.batch(update), mesh, count=config.sequences_per_update)
+
+    if before_first is not None and state.update < config.updates:
+
+        def compile_first() -> None:
+            step.lower(*arguments(state, batch_of(state.update))).compile()
+
+        before_first(compile_first)
     pending: StepMetrics | None = None
     for update in range(state.update, config.updates):
-        batch = on_mesh(batches.batch(update), mesh, count=config.sequences_per_update)
-        trainable, opt_state, metrics = step(
-            state.trainable, state.opt_state, frozen, batch, np.int32(update), key, hyper
-        )
+        trainable, opt_state, metrics = step(*arguments(state, batch_of(update)))
         state = TrainState(trainable, opt_state, update + 1)
         if pending is not None:
             report(pending)

@@ -60,11 +60,13 @@ CONFIG = "config.yaml"
 class RunEvents:
     """What to call while a run goes on; every one may be left out.
 
-    `record` is called for every update, `logged` every `log_every` of them with the values of the
-    line in `metrics.jsonl`.
+    `starting` is called before the first update, with a function that compiles it without running
+    it. `record` is called for every update, `logged` every `log_every` of them with the values of
+    the line in `metrics.jsonl`.
     """
 
     message: Callable[[str], None] = lambda text: None
+    starting: Callable[[Callable[[], None]], None] = lambda compile_step: None
     record: Callable[[UpdateRecord, CalibrateConfig], None] = lambda record, config: None
     logged: Callable[[int, Mapping[str, Any]], None] = lambda update, values: None
     held_out: Callable[[int, HeldOut], None] = lambda update, result: None
@@ -385,6 +387,7 @@ def _train(
             mesh,
             config,
             report=report,
+            before_first=events.starting,
             after_update=after_update,
         )
         shift = None

@@ -9,6 +9,7 @@ differ only in them share one compiled program.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -50,18 +51,25 @@ class StepMetrics:
     gradient_norm: Float[Array, ""]  # over the trained leaves, before clipping
 
 
-Step = Callable[
-    [
-        Params,
-        optax.OptState,
-        Params,
-        TokenBatch,
-        Int[Array, ""] | np.int32,
-        Key[Array, ""],
-        Hyperparameters,
-    ],
-    tuple[Params, optax.OptState, StepMetrics],
-]
+@runtime_checkable
+class Step(Protocol):
+    """The jitted update."""
+
+    def __call__(
+        self,
+        trainable: Params,
+        opt_state: optax.OptState,
+        frozen: Params,
+        batch: TokenBatch,
+        update: Int[Array, ""] | np.int32,
+        key: Key[Array, ""],
+        hyper: Hyperparameters,
+        /,
+    ) -> tuple[Params, optax.OptState, StepMetrics]: ...
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """For the same arguments, without running: its `compile()` is what the call then finds."""
+        ...
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:

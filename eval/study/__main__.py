@@ -4,11 +4,9 @@ import dataclasses
 import fnmatch
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import tyro
 from rich.console import Console
@@ -19,7 +17,6 @@ from eval.study.schedule import (
     Estimate,
     Job,
     Outcome,
-    Running,
     estimate,
     is_ready,
     jobs_of,
@@ -28,6 +25,7 @@ from eval.study.schedule import (
     with_parents,
 )
 from eval.study.settings import Settings, check_contents
+from eval.study.workers import Workers, serve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +48,14 @@ class Args(Settings):
     budget_minutes: float | None = None
     """Stop after so long; what was not finished goes on at the next start."""
     jobs: int = 1
-    """Processes side by side. One trains at a time; others measure beside it, but for speed, which
-    is measured alone."""
+    """Jobs side by side. One trains at a time; others measure beside it, but for speed, which is
+    measured alone."""
     ahead: int = 0
     """Processes more that compile the trainings to come, each program once for all rows of it."""
     job: str | None = None
-    """Do this one job in this process, as the command itself asks for."""
-    rehearse: bool = False
-    """With `job`: only compile its training step."""
+    """Do this one job in this process."""
+    serve: bool = False
+    """Do the jobs named on the standard input in this process, as the command itself asks for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,9 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv, prog="python -m eval.study")
     console = Console()
     rows = with_parents([row for row in plan(args.recipe) if _matches(row.id, args.only)])
-    every = [job for job in jobs_of(rows) if job.core or _matches(job.part, args.parts)]
+    every = [job for job in jobs_of(rows) if job.part == "model" or _matches(job.part, args.parts)]
+    named = {job.name: job for job in every}
     if args.job is not None:
-        return _work(args, every, console)
+        _work(named[args.job], args, console)
+        return 0
+    if args.serve:
+        given = [option for option in sys.argv if option != "--serve"]
+
+        def work(name: str, rehearsal: bool) -> None:
+            sys.argv = [*given, "--job", name]  # records name the command that makes them
+            _work(named[name], args, console, rehearsal=rehearsal)
+
+        return serve(work)
     left = missing(every, args)
     show(console, every, left, args)
     if args.dry_run or not left:
@@ -80,15 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.budget_minutes is not None:
         deadline = time.monotonic() + 60 * args.budget_minutes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends jobs too
-    outcome = run(
-        left,
-        args,
-        lambda job, rehearsal: _start(job, rehearsal, argv, args.out / "logs"),
-        slots=args.jobs,
-        ahead=args.ahead,
-        deadline=deadline,
-        say=lambda line: console.print(line, highlight=False, soft_wrap=True),
-    )
+    command = [sys.executable, "-m", "eval.study", *argv, "--serve"]
+    with Workers(command, args.out / "logs", args.jobs + args.ahead) as workers:
+        outcome = run(
+            left,
+            args,
+            workers.start,
+            slots=args.jobs,
+            ahead=args.ahead,
+            deadline=deadline,
+            say=lambda line: console.print(line, highlight=False, soft_wrap=True),
+        )
     return _report(console, outcome)
 
 
@@ -96,33 +106,20 @@ def _matches(name: str, patterns: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in patterns.split(","))
 
 
-def _work(args: Args, jobs: Sequence[Job], console: Console) -> int:
-    """One job in this process."""
+def _work(job: Job, args: Args, console: Console, *, rehearsal: bool = False) -> None:
+    """One job in this process; its row's model first, where that is not there."""
     from eval.study.make import make, rehearse
     from eval.study.measure import measure
     from wide_jax.cli.start import start
 
-    [job] = [job for job in jobs if job.name == args.job]
     start("auto", console)
     check_contents(args)
-    if args.rehearse:
-        rehearse(job.row, args, console)
-        return 0
-    make(job.row, args, console)
-    measure(job.row, job.part, args, console)
-    return 0
-
-
-def _start(job: Job, rehearsal: bool, argv: Sequence[str], logs: Path) -> Running:
-    """The same command for one job, with a log of its own."""
-    logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "eval.study", *argv, "--job", job.name]
-    name = job.name
     if rehearsal:
-        command.append("--rehearse")
-        name += ".rehearsal"
-    with (logs / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        rehearse(job.row, args, console)
+        return
+    make(job.row, args, console)
+    if job.part != "model":
+        measure(job.row, job.part, args, console)
 
 
 def show(console: Console, jobs: Sequence[Job], left: Sequence[Job], settings: Settings) -> None:

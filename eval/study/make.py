@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from eval.scoring import full_precision
-from eval.study.locks import Lock, Turn
+from eval.study.locks import Lock
 from eval.study.plan import Row
 from eval.study.settings import THRESHOLDS, Settings
 from train.corpus import Recipe, token_cache
@@ -37,54 +37,60 @@ from wide_jax.hf.wide_folder import WIDE_CONFIG, load_wide_info, save_wide_model
 from wide_jax.magnitude import by_magnitude, calibrate_thresholds
 from wide_jax.model import WideForCausalLM
 
-OnRecord = Callable[[UpdateRecord], None]
+Compile = Callable[[], None]
 
 
 def make(row: Row, settings: Settings, console: Console) -> None:
     """Train the row, or set its thresholds; a training that was cut short goes on.
 
     Of several processes one trains at a time, so that rows are finished one after the other: the
-    others wait after their first update, by which they have compiled, and rows of lower waves go
-    first. Of those with one program one compiles it, and the others find it in the compile cache.
+    others wait before their first update, by which they have compiled.
     """
     if settings.is_made(row):
         return
     if row.method == "threshold":
         _set_thresholds(row, settings, console)
         return
-    with (
-        Lock(settings.locks, row.program) as compiling,
-        Turn(settings.locks, "training", row.wave) as training,
-    ):
-        stage1 = None if row.parent is None else settings.folder(row.parent)
-        compiling.hold()
+    stage1 = None if row.parent is None else settings.folder(row.parent)
+    with Lock(settings.locks, "training") as training:
 
-        def take_turns(record: UpdateRecord) -> None:
-            compiling.release()
+        def begin(compile_step: Compile) -> None:
+            _compile(row, settings, compile_step)
+            training.hold()
+
+        def end_turn(record: UpdateRecord) -> None:
             if record.update + 1 == row.updates:
                 training.release()
-            else:
-                training.hold()
 
-        train(row, settings, console, settings.folder(row), on_record=take_turns, stage1=stage1)
+        out = settings.folder(row)
+        train(row, settings, console, out, starting=begin, on_record=end_turn, stage1=stage1)
 
 
 def rehearse(row: Row, settings: Settings, console: Console) -> None:
-    """Compile the row's training step into the compile cache: one update, kept nowhere.
+    """Compile the row's training step into the compile cache; nothing is run or kept.
 
     A stage-2 row is rehearsed on new routers, so that it need not wait for its stage 1.
     """
-    with (
-        Lock(settings.locks, row.program) as compiling,
-        tempfile.TemporaryDirectory(prefix="rehearsal-", dir=settings.out) as scratch,
-    ):
-        compiling.hold()
+
+    def stop(compile_step: Compile) -> None:
+        _compile(row, settings, compile_step)
+        raise _RehearsedError
+
+    with tempfile.TemporaryDirectory(prefix="rehearsal-", dir=settings.out) as scratch:
         stage1 = None
         if row.parent is not None:
             stage1 = Path(scratch) / "stage1"
             _untrained(row.parent, settings, stage1)
+        out = Path(scratch) / "run"
         with contextlib.suppress(_RehearsedError):
-            train(row, settings, console, Path(scratch) / "run", on_record=_stop, stage1=stage1)
+            train(row, settings, console, out, starting=stop, stage1=stage1)
+
+
+def _compile(row: Row, settings: Settings, compile_step: Compile) -> None:
+    """Of several processes with one program one compiles it: the others find it in the cache."""
+    with Lock(settings.locks, row.program) as compiling:
+        compiling.hold()
+        compile_step()
 
 
 def train(
@@ -93,8 +99,9 @@ def train(
     console: Console,
     out: Path,
     *,
-    on_record: OnRecord,
     stage1: Path | None,
+    starting: Callable[[Compile], None],
+    on_record: Callable[[UpdateRecord], None] = lambda record: None,
 ) -> None:
     """The row's run in the folder `out`, from the run `stage1` for a stage-2 row."""
     with progress(console, f"training {row.id}") as advance:
@@ -106,6 +113,7 @@ def train(
 
         events = RunEvents(
             message=lambda text: console.print(text, highlight=False, soft_wrap=True),
+            starting=starting,
             record=record,
         )
         if stage1 is None:
@@ -157,10 +165,6 @@ def _method(row: Row) -> Method:
 
 class _RehearsedError(Exception):
     """Ends a rehearsal."""
-
-
-def _stop(record: UpdateRecord) -> None:
-    raise _RehearsedError
 
 
 def _untrained(row: Row, settings: Settings, out: Path) -> None:

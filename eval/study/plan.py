@@ -92,8 +92,12 @@ class Row:
         Targets, seeds and numbers of updates are inputs of it: rows that differ in nothing else
         compile it once.
         """
-        parts = (self.method, self.ffn_group, self.attn_group, self.budget, self.distill)
-        return "-".join(str(part) for part in (*parts, f"s{self.stage}"))
+        return f"{self.structure}-{self.budget}-{self.distill}-s{self.stage}"
+
+    @property
+    def structure(self) -> str:
+        """Names the structure of its model: rows of one structure are measured by one program."""
+        return f"{self.method}-{self.ffn_group}-{self.attn_group}"
 
     @property
     def parent(self) -> "Row | None":

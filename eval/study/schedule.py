@@ -1,24 +1,25 @@
-"""Making what is missing, in order of value, several rows side by side in processes of their own.
+"""Making what is missing, in order of value, several jobs side by side.
 
-A `Job` is what one process does: a row's model and perplexity (`core`), or one more measurement of
-it. A kill loses what a job was doing and nothing else: the next start goes on from the results
-file and the run folders. Speed is timed while nothing else runs.
+A `Job` is what a process does at a time: it makes a row's model, or one measurement of it. A kill
+loses what a job was doing and nothing else: the next start goes on from the results file and the
+run folders. Speed is timed while nothing else runs.
 """
 
 import dataclasses
 import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from eval.study.plan import Row
 from eval.study.settings import Measured, Part, Settings, parts_of
 
-LATE: dict[str, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
+Work = Part | Literal["model"]
+LATE: dict[Work, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
 EXCLUSIVE: frozenset[Part] = frozenset({"speed"})  # nothing runs beside them
-# Trainings at once, where their programs are compiled ahead: one trains while the next starts. A
-# process keeps a training's 20 to 30 GiB until it ends.
-TRAINING = 2
+# Models made at once: one trains while the next starts. A process keeps a training's 20 to 30 GiB
+# until it ends.
+MAKING = 2
 
 # Seconds on one H200, for the estimate of `--dry-run`: of an update of 32,768 tokens of the 135M
 # model, and of perplexity and errors, as rows of 300 updates took; the rest is guessed.
@@ -26,10 +27,11 @@ SECONDS_AN_UPDATE = {1: 0.092, 2: 0.125}
 DISTILLED = 1.4
 SECONDS_TO_START = 15.0
 SECONDS_TO_COMPILE = 60.0
-SECONDS_OF: dict[Part, float] = {
+SECONDS_OF: dict[Work, float] = {
+    "model": 10.0,  # beside its updates
     "perplexity": 10.0,
-    "tasks": 60.0,
-    "errors": 20.0,
+    "tasks": 20.0,
+    "errors": 10.0,
     "whole_tasks": 240.0,
     "generation": 300.0,
     "speed": 60.0,
@@ -39,10 +41,10 @@ TOKENS_OF_ESTIMATE = 32_768
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One process's work."""
+    """What a process does at a time."""
 
     row: Row
-    part: Part
+    part: Work
 
     @property
     def name(self) -> str:
@@ -50,9 +52,9 @@ class Job:
         return f"{self.row.id}.{self.part}"
 
     @property
-    def core(self) -> bool:
-        """Whether it makes the row's model too."""
-        return self.part == "perplexity"
+    def kind(self) -> str:
+        """Jobs of one kind keep as much device memory."""
+        return self.part if self.part == "model" or self.exclusive else "measurement"
 
     @property
     def exclusive(self) -> bool:
@@ -87,26 +89,42 @@ Start = Callable[[Job, bool], Running]  # a job, and whether it is only to be re
 def jobs_of(rows: Sequence[Row]) -> tuple[Job, ...]:
     """Every job of the rows, in order of value.
 
-    Wave by wave, in each first all models and perplexities, then the rest, row by row, and last
+    Wave by wave, in each first all models, then perplexities, then the rest, row by row, and last
     what runs alone.
     """
 
-    def place(job: Job) -> tuple[int, bool, bool]:
-        return LATE.get(job.part, 0) + job.row.wave, not job.core, job.exclusive
+    def place(job: Job) -> tuple[int, int]:
+        first: tuple[Work, ...] = ("model", "perplexity")
+        rank = first.index(job.part) if job.part in first else len(first) + job.exclusive
+        return LATE.get(job.part, 0) + job.row.wave, rank
 
-    return tuple(sorted((Job(row, part) for row in rows for part in parts_of(row)), key=place))
+    jobs = [Job(row, "model") for row in rows if row.method != "dense"]
+    jobs += [Job(row, part) for row in rows for part in parts_of(row)]
+    return tuple(sorted(jobs, key=place))
 
 
 def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
-    """The jobs that are left: not measured, or whose row's model another one needs."""
+    """The jobs that are left: what is not measured, and the models that this needs."""
     measured = Measured.read(settings)
-    open_jobs = [job for job in jobs if not measured.has(job.row, job.part, settings)]
-    needed = {job.row.id for job in open_jobs}
-    needed |= {job.row.parent.id for job in open_jobs if job.row.parent is not None}
+    open_rows = {
+        job.row.id: job.row
+        for job in jobs
+        if job.part != "model" and not measured.has(job.row, job.part, settings)
+    }
+    needed = {row.id for row in open_rows.values() if not settings.is_made(row)}
+    needed |= {
+        row.parent.id
+        for row in open_rows.values()
+        if row.id in needed and row.parent is not None and not settings.is_made(row.parent)
+    }
     return tuple(
         job
         for job in jobs
-        if job in open_jobs or (job.core and job.row.id in needed and not settings.is_made(job.row))
+        if (
+            job.row.id in needed
+            if job.part == "model"
+            else not measured.has(job.row, job.part, settings)
+        )
     )
 
 
@@ -122,9 +140,9 @@ def with_parents(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 def is_ready(job: Job, settings: Settings) -> bool:
     """Whether what the job starts from is there."""
-    if not job.core:
+    if job.part != "model":
         return settings.is_made(job.row)
-    return job.row.parent is None or settings.is_made(job.row) or settings.is_made(job.row.parent)
+    return job.row.parent is None or settings.is_made(job.row.parent)
 
 
 def estimate(job: Job, settings: Settings) -> Estimate:
@@ -133,7 +151,7 @@ def estimate(job: Job, settings: Settings) -> Estimate:
     beside = SECONDS_TO_START + SECONDS_TO_COMPILE / 2
     if job.exclusive:  # two shapes are compiled, and nothing fills that time
         return Estimate(device + SECONDS_TO_START + SECONDS_TO_COMPILE, 0.0)
-    if job.core and row.stage and not settings.is_made(row):
+    if _trains(job):
         size = settings.sequence_length * settings.sequences_per_update / TOKENS_OF_ESTIMATE
         slower = 1.0 if row.distill == "off" else DISTILLED
         device += SECONDS_AN_UPDATE[row.stage] * size * slower * (row.updates or 0)
@@ -164,9 +182,10 @@ def run(
 ) -> Outcome:
     """Run the jobs, at most `slots` at once, until all are done or the deadline has come.
 
-    A free slot takes the first job that can start. With `ahead`, trainings wait until a rehearsal
-    has compiled their program, one for all rows of it, in processes beside the slots. When the turn
-    of an exclusive one comes, nothing is started until it has run alone.
+    A free slot takes the first job that can start, but no more than `MAKING` of them make a model.
+    With `ahead`, trainings wait until a rehearsal has compiled their program, one for all rows of
+    it, in processes beside the slots. When the turn of an exclusive one comes, nothing is started
+    until it has run alone.
 
     Args:
         jobs: in order of value.
@@ -194,17 +213,18 @@ def run(
     def may_start(job: Job) -> bool:
         if not is_ready(job, settings) or _row_runs(job, running):
             return False
-        if not ahead or not _trains(job, settings):
+        if job.part != "model":
             return True
-        trainings = sum(_trains(one, settings) for one in busy())
-        return job.row.program in compiled and trainings < TRAINING
+        if ahead and _trains(job) and job.row.program not in compiled:
+            return False
+        return sum(one.part == "model" for one in busy()) < MAKING
 
     def busy() -> list[Job]:
         return [job for job, started in running.items() if not started.rehearsal]
 
     def may_rehearse(job: Job) -> bool:
         new = job.row.program not in rehearsed
-        return new and _trains(job, settings) and not _row_runs(job, running)
+        return new and _trains(job) and not _row_runs(job, running)
 
     try:
         while left or running:
@@ -261,9 +281,9 @@ def _row_runs(job: Job, running: Collection[Job]) -> bool:
     return any(other.row.id == job.row.id for other in running)
 
 
-def _trains(job: Job, settings: Settings) -> bool:
-    """Whether the job has a model to train."""
-    return job.core and job.row.stage > 0 and not settings.is_made(job.row)
+def _trains(job: Job) -> bool:
+    """Whether the job's model is a trained one."""
+    return job.part == "model" and job.row.stage > 0
 
 
 def _must_wait(job: Job, running: Collection[Job]) -> bool:

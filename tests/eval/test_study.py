@@ -9,8 +9,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import jax
@@ -28,7 +26,6 @@ from eval.study import document, schedule, speed
 from eval.study.__main__ import main
 from eval.study.figures import figures
 from eval.study.findings import Result, bootstrap, difference, read
-from eval.study.locks import Turn
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
@@ -127,6 +124,14 @@ def caches(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("WIDE_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def shapes_unchecked():
+    """Compiling without running makes trees of what is no array."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture
 def console():
     return Console(quiet=True)
@@ -188,7 +193,9 @@ def test_the_first_wave_comes_whole_before_the_second():
     assert waves == sorted(waves)
     late = [job.part in ("whole_tasks", "generation") for job in jobs]
     assert late == sorted(late)
-    assert len(set(jobs)) == sum(len(parts_of(row)) for row in plan())
+    models = [job.row.id for job in jobs if job.part == "model"]
+    assert models == [row.id for row in plan() if row.method != "dense"]
+    assert len(set(jobs)) == len(models) + sum(len(parts_of(row)) for row in plan())
 
 
 def test_choosing_a_stage_2_row_brings_its_stage_1():
@@ -197,12 +204,14 @@ def test_choosing_a_stage_2_row_brings_its_stage_1():
 
 def test_a_trained_row_is_made_measured_and_known(settings, console):
     row = ROWS[WIDE]
-    jobs = [Job(row, part) for part in ("perplexity", "tasks", "errors")]
+    parts = ("perplexity", "tasks", "errors")
+    jobs = [Job(row, part) for part in ("model", *parts)]
     assert missing(jobs, settings) == tuple(jobs)
     make(row, settings, console)
     assert settings.is_made(row)
-    for job in jobs:
-        measure(row, job.part, settings, console)
+    assert missing(jobs, settings) == tuple(jobs[1:])
+    for part in parts:
+        measure(row, part, settings, console)
     assert missing(jobs, settings) == ()
     count = len(records(settings))
     measure(row, "perplexity", settings, console)  # known: nothing is measured again
@@ -265,15 +274,11 @@ def test_speed_is_recorded_of_both_shapes_and_goes_on_after_the_first(
     monkeypatch.setattr(
         speed, "E2EConfig", functools.partial(E2EConfig, steps=2, rounds=3, phases=("prefill",))
     )
-    jaxtyping.config.update("jaxtyping_disable", True)  # compiled ahead
-    try:
-        own = speed.speeds(row, ("own_shape",), settings, console)
-        kept = {"suite": "study", "row": row.id, "part": "speed", "settings": settings.recorded()}
-        append_record(settings.record, next(own) | kept)
-        assert missing([Job(row, "speed")], settings) == (Job(row, "speed"),)
-        measure(row, "speed", settings, console)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    own = speed.speeds(row, ("own_shape",), settings, console)
+    kept = {"suite": "study", "row": row.id, "part": "speed", "settings": settings.recorded()}
+    append_record(settings.record, next(own) | kept)
+    assert missing([Job(row, "speed")], settings) == (Job(row, "speed"),)
+    measure(row, "speed", settings, console)
     assert missing([Job(row, "speed")], settings) == ()
     found = {r["task"]: r for r in records(settings) if r["part"] == "speed"}
     assert found.keys() == {"own_shape", "llama-3.1-8b"}
@@ -416,10 +421,11 @@ class Machine:
         def end():
             del self.running[job.name, rehearsal]
             code = self.codes.get(job.name, 0)
-            if job.core and not rehearsal and code == 0:
-                folder = self.settings.folder(job.row) / "model"
-                folder.mkdir(parents=True)
-                (folder / "wide_config.json").touch()
+            if job.part == "model" and not rehearsal and code == 0:
+                folder = self.settings.folder(job.row)
+                (folder / "model").mkdir(parents=True)
+                (folder / "model" / "wide_config.json").touch()
+                (folder / "thresholds.npy").touch()
             return code
 
         process = self.running[job.name, rehearsal] = Process(self.looks, end)
@@ -463,7 +469,7 @@ def test_speed_is_measured_alone_after_its_waves_tasks_and_errors(empty):
 
 
 def test_a_speed_whose_row_failed_keeps_nobody_waiting(empty):
-    machine = Machine(empty, codes={f"{WIDE}.perplexity": 1})
+    machine = Machine(empty, codes={f"{WIDE}.model": 1})
     jobs = jobs_of([ROWS["dense"], ROWS[WIDE]])
     outcome = run(empty, jobs, machine, slots=2)
     assert {job.row.id for job in outcome.finished} == {"dense"}
@@ -496,8 +502,8 @@ def test_jobs_run_side_by_side_and_stage_2_after_stage_1(empty):
     assert sorted(job.name for job in outcome.finished) == sorted(job.name for job in jobs)
     assert machine.most == 2
     order = machine.events
-    assert order[0] == f"{WIDE}.perplexity"
-    assert order.index(f"{STAGE2}.perplexity") > order.index(f"{WIDE}.perplexity")
+    assert order[0] == f"{WIDE}.model"
+    assert order.index(f"{STAGE2}.model") > order.index(f"{WIDE}.model")
     assert collections.Counter(order).most_common(1)[0][1] == 1
 
 
@@ -509,18 +515,18 @@ def test_trainings_wait_for_their_programs_and_others_do_not(empty):
     order = machine.events
     assert order[:3] == [
         "dense.perplexity",
-        f"rehearse {WIDE}.perplexity",
-        f"rehearse {STAGE2}.perplexity",
+        f"rehearse {WIDE}.model",
+        f"rehearse {STAGE2}.model",
     ]
     for name in (WIDE, STAGE2):
-        assert order.index(f"{name}.perplexity") > order.index(f"rehearse {name}.perplexity")
+        assert order.index(f"{name}.model") > order.index(f"rehearse {name}.model")
     assert collections.Counter(order).most_common(1)[0][1] == 1
 
 
 def test_few_trainings_hold_memory_at_once(empty):
     machine = Machine(empty)
     names = [WIDE, *(WIDE.replace("50", target) for target in ("25", "10", "30", "70"))]
-    jobs = [Job(ROWS[name], "perplexity") for name in names]
+    jobs = [Job(ROWS[name], "model") for name in names]
     most, start = [], machine.start
 
     def watching(job, rehearsal):
@@ -531,54 +537,25 @@ def test_few_trainings_hold_memory_at_once(empty):
     machine.start = watching
     outcome = run(empty, jobs, machine, slots=8, ahead=1)
     assert len(outcome.finished) == len(jobs)
-    assert max(most) == schedule.TRAINING
+    assert max(most) == schedule.MAKING
 
 
 def test_one_rehearsal_serves_all_rows_of_its_program(empty):
     machine = Machine(empty, looks=5)
     other = STAGE2.replace("50", "25")
     rows = [ROWS[name] for name in (WIDE, WIDE.replace("50", "25"), STAGE2, other)]
-    jobs = [Job(row, "perplexity") for row in rows]
+    jobs = [Job(row, "model") for row in rows]
     outcome = run(empty, jobs, machine, slots=4, ahead=4)
     assert len(outcome.finished) == 4
     rehearsed = [name for name in machine.events if name.startswith("rehearse")]
-    assert rehearsed == [f"rehearse {WIDE}.perplexity", f"rehearse {STAGE2}.perplexity"]
-
-
-def test_rows_of_lower_waves_train_first(empty):
-    """Whoever waited longer; and one that was killed while it waited keeps nobody waiting."""
-    order = []
-    killed = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
-    )
-    (empty.locks).mkdir()
-    (empty.locks / f"training.0.{int(killed.stdout)}.1").touch()
-
-    def train(wave):
-        with Turn(empty.locks, "training", wave) as turn:
-            turn.hold()
-            turn.hold()  # as after every update
-            order.append(wave)
-
-    with Turn(empty.locks, "training", 2) as first:
-        first.hold()
-        threads = [threading.Thread(target=train, args=(wave,)) for wave in (7, 3, 1)]
-        for number, thread in enumerate(threads, start=1):
-            thread.start()
-            while len(list((empty.locks).glob("training.[137].*"))) < number:
-                time.sleep(0.01)
-        assert not order
-        first.release()
-        for thread in threads:
-            thread.join(timeout=20)
-    assert order == [1, 3, 7]
+    assert rehearsed == [f"rehearse {WIDE}.model", f"rehearse {STAGE2}.model"]
 
 
 def test_a_failed_job_stops_only_what_needs_it(empty):
-    machine = Machine(empty, codes={f"{WIDE}.perplexity": 1})
+    machine = Machine(empty, codes={f"{WIDE}.model": 1})
     jobs = jobs_of([ROWS["dense"], ROWS[WIDE], ROWS[STAGE2]])
     outcome = run(empty, jobs, machine, slots=1)
-    assert [job.name for job in outcome.failed] == [f"{WIDE}.perplexity"]
+    assert [job.name for job in outcome.failed] == [f"{WIDE}.model"]
     assert {job.row.id for job in outcome.finished} == {"dense"}
     assert {job.row.id for job in outcome.left} == {WIDE, STAGE2}
 
@@ -592,13 +569,22 @@ def test_the_deadline_ends_what_runs(empty):
     assert not outcome.finished
 
 
-def test_models_that_are_gone_are_made_again_but_not_measured_again(empty):
+def test_models_that_are_gone_are_made_again_but_not_measured_again(settings, console, empty):
     """The results came home and the runs did not: a stage 2 needs its stage 1 once more."""
-    jobs = jobs_of([ROWS[WIDE], ROWS[STAGE2]])
-    measured = Measured(frozenset({(WIDE, "perplexity", "text", "token_perplexity")}))
-    assert measured.has(ROWS[WIDE], "perplexity", empty)
-    assert not is_ready(Job(ROWS[STAGE2], "perplexity"), empty)
-    assert missing(jobs, empty)[0] == Job(ROWS[WIDE], "perplexity")
+    row, later = ROWS[WIDE], ROWS[STAGE2]
+    make(row, settings, console)
+    measure(row, "perplexity", settings, console)
+    for record in records(settings):
+        if record["row"] == WIDE:
+            append_record(empty.record, record)
+    jobs = [Job(one, part) for part in ("model", "perplexity") for one in (row, later)]
+    assert not is_ready(Job(later, "model"), empty)
+    assert missing(jobs, empty) == (*jobs[:2], jobs[3])
+    assert missing([jobs[0], jobs[2]], empty) == ()
+    folder = empty.folder(later) / "model"
+    folder.mkdir(parents=True)
+    (folder / "wide_config.json").touch()
+    assert missing(jobs, empty) == (jobs[3],)  # stage 1 is not needed by a stage 2 that is there
 
 
 def test_a_task_killed_between_its_metrics_is_measured_again(empty):
@@ -620,6 +606,7 @@ def test_the_command_starts_jobs_and_says_what_is_left(settings, tmp_path, capsy
     command = [sys.executable, "-m", "eval.study", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "dense.perplexity done" in done.stdout
+    assert "token perplexity" in (tmp_path / "logs" / "dense.perplexity.log").read_text()
     [(_, record)] = read_records(tmp_path / "study.jsonl")
     assert record["row"] == "dense"
     assert record["command"].endswith("--job dense.perplexity")

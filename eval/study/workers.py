@@ -1,0 +1,167 @@
+"""Processes that do one job after another.
+
+A job of its own process spends most of its time on starting and on tracing and compiling what the
+job before it had compiled. A worker keeps all that: it is given the jobs of one kind, and those of
+one structure of model first. It holds its device memory until it ends, so an idle one makes room
+for one of another kind, and all of them for a job that wants the device to itself.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import select
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from eval.study.schedule import Job
+
+
+class Workers:
+    """Workers that are started as they are needed, at most `most` at once."""
+
+    def __init__(self, command: Sequence[str], logs: Path, most: int):
+        """Of processes that run `command`, which calls `serve`; logs, one a job, go to a folder."""
+        self._command, self._logs, self._most = tuple(command), logs, most
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end(self._workers)
+
+    def start(self, job: Job, rehearsal: bool) -> "Given":
+        """Give the job to a worker: one of its kind, before others one that knows its structure."""
+        self._end([worker for worker in self._workers if not worker.busy and not worker.alive])
+        idle = [worker for worker in self._workers if not worker.busy]
+        kind = "rehearsal" if rehearsal else job.kind
+        same = [worker for worker in idle if worker.kind == kind]
+        others = [worker for worker in idle if worker.kind != kind]
+        if job.exclusive:
+            self._end(others)
+        known = [worker for worker in same if job.row.structure in worker.structures]
+        worker = next(iter([*known, *same]), None)
+        if worker is None:
+            if len(self._workers) >= self._most:
+                self._end(others[:1])
+            worker = _Worker(self._command, kind)
+            self._workers.append(worker)
+        return worker.give(job, rehearsal, self._logs)
+
+    def _end(self, workers: Sequence["_Worker"]) -> None:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+
+class _Worker:
+    def __init__(self, command: Sequence[str], kind: str):
+        self.kind, self.structures, self.busy = kind, set[str](), False
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def give(self, job: Job, rehearsal: bool, logs: Path) -> "Given":
+        name = f"{job.name}.rehearsal" if rehearsal else job.name
+        request = _Request(job.name, rehearsal, str(logs / f"{name}.log"))
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ended just now: `answer` says so
+            self._process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
+            self._process.stdin.flush()
+        self.busy = True
+        self.structures.add(job.row.structure)
+        return Given(self)
+
+    def answer(self) -> int | None:
+        """The job's exit status, or that of a process that ended without one; None: not yet."""
+        answers = self._process.stdout
+        assert answers is not None
+        if not select.select([answers], [], [], 0)[0]:
+            return None
+        line = answers.readline()
+        self.busy = False
+        if line == "0\n":
+            return 0
+        return self.wait() or 1  # `serve` ends with what fails
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._process.wait(timeout)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return code
+
+
+class Given:
+    """A job that a worker has; ending it ends the worker."""
+
+    def __init__(self, worker: _Worker):
+        self._worker = worker
+        self.terminate, self.kill, self.wait = worker.terminate, worker.kill, worker.wait
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        if self._code is None:
+            self._code = self._worker.answer()
+        return self._code
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A line of a worker's standard input."""
+
+    job: str
+    rehearsal: bool
+    log: str
+
+
+def serve(work: Callable[[str, bool], None]) -> int:
+    """Do the jobs named on the standard input, each with its log, until that ends or one fails.
+
+    `work` takes a job's name and whether it is only rehearsed. What it and its libraries print is
+    in the log: all that goes to the standard output is a line after each job that is done.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    for line in sys.stdin:
+        request = _Request(**json.loads(line))
+        _log_to(Path(request.log))
+        try:
+            work(request.job, request.rehearsal)
+        except Exception:
+            traceback.print_exc()
+            return 1
+        _flush()
+        print(0, file=answers)
+        gc.collect()  # what the job had on the device
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
