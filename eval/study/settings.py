@@ -186,6 +186,23 @@ def check_contents(settings: Settings) -> None:
         _check(settings, [record for _, record in read_records(settings.record)], own)
 
 
+def check_training(row: Row, model: str, settings: Settings) -> None:
+    """Refuse a model of the row that is not the one its results are of: figures of a row belong
+    together, and a training repeated on a GPU is another one.
+
+    Raises:
+        ValueError: names both models.
+    """
+    if not settings.record.exists():
+        return
+    for _, record in read_records(settings.record):
+        if record["row"] == row.id and record["model"] != model:
+            raise ValueError(
+                f"{settings.record} holds results of another training of {row.id} (model "
+                f"{record['model']}, not {model}): take its lines out to measure this one"
+            )
+
+
 @functools.cache
 def _base_hash(folder: Path) -> str:
     return fingerprint(find_weights(folder, read_config(folder)))

@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -229,6 +230,19 @@ def test_a_trained_row_is_made_measured_and_known(settings, console):
     assert found["tasks"]["task"] == "arc_easy"
     assert found["tasks"]["n"] == 3
     assert found["errors"]["value"] == found["errors"]["errors"]["stream"][-1]
+
+
+def test_another_training_of_a_row_is_not_measured_beside_the_first(settings, console, tmp_path):
+    row, other = ROWS[WIDE], ROWS[WIDE.replace("50", "70")]
+    for one in (row, other):
+        make(one, settings, console)
+    measure(row, "perplexity", settings, console)
+    again = dataclasses.replace(settings, out=tmp_path)
+    shutil.copytree(settings.folder(other), again.folder(row))
+    before = records(again)
+    with pytest.raises(ValueError, match=rf"another training of {WIDE} \(model sha256:\w+, not"):
+        measure(row, "generation", again, console)
+    assert records(again) == before
 
 
 def test_stage_2_goes_on_from_its_stage_1(settings, console):
