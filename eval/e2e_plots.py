@@ -1,4 +1,8 @@
-"""Plots of an end-to-end benchmark's records."""
+"""Plots of an end-to-end benchmark's records.
+
+`python -m eval.e2e_plots` draws those of the documents again, of the newest records in
+`eval/results/`.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,23 +10,40 @@ from typing import Any
 
 import matplotlib.figure
 
+from eval.records import read_records
 
-def write_plots(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_plots(
+    rows: Sequence[dict[str, Any]], folder: Path, *, tokens: int | None = None
+) -> list[Path]:
     """Write `e2e_sparsity.png`, `e2e_length.png`, `e2e_group_size.png`; returns the paths.
 
-    One sequence at a time; by sparsity and by group size at the longest context.
+    Args:
+        rows: of a benchmark. Of several sequences nothing is drawn, of a cell the last record, and
+            by length the group size that was measured at most of them.
+        folder: where the plots go.
+        tokens: the context of those by sparsity and by group size; None: the longest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     single = [row for row in rows if row["batch"] == 1]
-    longest = [row for row in single if row["tokens"] == max(r["tokens"] for r in single)]
+    tokens = max(row["tokens"] for row in single) if tokens is None else tokens
+    longest = [row for row in single if row["tokens"] == tokens]
     by_sparsity = _panels(
         longest,
         x=lambda row: 100.0 * row["sparsity"],
         series=lambda row: f"{row['mask']} masks, groups of {row['ffn_group']}",
         label="(token, group) pairs skipped, %",
     )
+    lengths = {(row["ffn_group"], row["tokens"]) for row in single}
+    measured = [group for group, _ in lengths]
+    group = max(sorted(set(measured)), key=measured.count)
     by_length = _panels(
-        single, x=lambda row: row["tokens"], series=_skipped, label="tokens of context"
+        [row for row in single if row["ffn_group"] == group],
+        x=lambda row: row["tokens"],
+        series=_skipped,
+        label=f"tokens of context, groups of {group}",
     )
     by_group = _panels(
         longest, x=lambda row: row["ffn_group"], series=_skipped, label="channels per FFN group"
@@ -77,3 +98,18 @@ def _contexts(rows: Sequence[dict[str, Any]]) -> str:
 def _skipped(row: dict[str, Any]) -> str:
     """Random masks are drawn to a multiple of 1 %; the rate that came out differs a little."""
     return f"{row['mask']}, {row['sparsity']:.0%} skipped"
+
+
+def main(
+    model: str = "llama-3.1-8b-shape", device: str = "NVIDIA H200", tokens: int = 16_384
+) -> list[Path]:
+    """Draw the plots of the records of a model on a device; returns the paths."""
+    every = (record for _, record in read_records(RESULTS / "e2e.jsonl"))
+    rows = [r for r in every if (r["model"], r["device"]) == (model, device)]
+    whole = [row for row in rows if row["layers"] == max(row["layers"] for row in rows)]
+    return write_plots(sorted(whole, key=lambda row: row["time"]), RESULTS, tokens=tokens)
+
+
+if __name__ == "__main__":
+    for path in main():
+        print(f"wrote {path}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import tyro
 
 from eval.report import draw
+from eval.study.expectations import expectations
 from eval.study.figures import figures, ordinary
 from eval.study.findings import (
     Result,
@@ -25,7 +26,7 @@ from eval.study.findings import (
     read,
     retention,
 )
-from eval.study.plan import GENERATION, TASKS, Row, plan
+from eval.study.plan import GENERATION, TASKS, Recipe, Row, plan
 from eval.study.settings import parts_of
 
 Z = 1.96  # of a 95 % interval
@@ -171,6 +172,13 @@ def comparison_table(results: Results) -> str:
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
+def expectation_table(results: Results) -> str:
+    """What the paper leads one to expect, and the figures of the rows that there are."""
+    lines = ["| expected of WIDE | rows | what they say |", "|---|---|---|"]
+    lines += ["| " + " | ".join(line) + " |" for line in expectations(results)]
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
 def _rivals(row: Row, results: Results) -> list[Result]:
     """What an ordinary WIDE row is compared with: other methods, and its own stage 1."""
     if row.method != "wide" or not ordinary(row):
@@ -263,9 +271,15 @@ def speed_table(results: Results) -> str:
 
 
 def not_run(results: Results) -> str:
-    """Every row of the plan with a part that has no result, or not all of it."""
+    """Every row with a part that has no result, or not all of it.
+
+    Of the plans of the lengths that have been begun, or of the default length.
+    """
+    first = (result.row for result in results.values() if result.row.wave == 1)
+    lengths = sorted({row.updates for row in first if row.updates is not None})
+    recipes = [Recipe(updates=length) for length in lengths] or [Recipe()]
     lines = []
-    for row in plan():
+    for row in {row.id: row for recipe in recipes for row in plan(recipe)}.values():
         known = results.get(row.id)
         left = [part for part in parts_of(row) if known is None or not known.has(part)]
         if left:
@@ -328,6 +342,7 @@ def render(template: str, results: Results, drawn: Mapping[str, str]) -> str:
         "seeds": seed_table(results),
         "savings": savings_table(results),
         "comparisons": comparison_table(results),
+        "expected": expectation_table(results),
         "errors": errors_table(results),
         "speed": speed_table(results),
         "not_run": not_run(results),

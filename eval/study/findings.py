@@ -94,7 +94,7 @@ Results = Mapping[str, Result]
 
 
 def read(record: Path) -> Results:
-    """Results by row id, of the rows of every recipe that the records name."""
+    """Results by row id, in the plan's order, of every recipe that the records name."""
     entries: list[tuple[str, dict[str, Any]]] = []
     if record.exists():
         entries = [(f"{record.name}:{n}", r) for n, r in read_records(record)]
@@ -106,7 +106,7 @@ def read(record: Path) -> Results:
         result = found.setdefault(entry["row"], Result(rows[entry["row"]], {}, {}))
         key = (entry["part"], entry["task"], entry["metric"])
         result.records[key], result.sources[key] = entry, source
-    return found
+    return {name: found[name] for name in rows if name in found}
 
 
 def planned(records: Iterable[Mapping[str, Any]] = ()) -> tuple[Row, ...]:

@@ -25,6 +25,7 @@ from eval.e2e_runs import dense_variants
 from eval.records import ACCOUNTING, append_record, read_records
 from eval.study import document, schedule, speed
 from eval.study.__main__ import main
+from eval.study.expectations import expectations
 from eval.study.figures import figures
 from eval.study.findings import Result, bootstrap, difference, read
 from eval.study.make import make, rehearse
@@ -743,6 +744,36 @@ def test_a_part_with_some_of_its_tasks_is_not_run(study_file):
     dense = {row.id: row for row in plan()}["dense"]
     append_record(study_file, entry(dense, "whole_tasks", "piqa", TASKS["piqa"], 0.5))
     assert "- `dense`: whole_tasks, generation" in document.not_run(read(study_file))
+
+
+def test_what_is_expected_stands_beside_what_the_rows_say(study_file):
+    """Depth routing at the same target, stage and length; a budget's shares; all sizes or none."""
+    rows = {row.id: row for row in plan()}
+    assert expectations(read(study_file)) == []
+
+    def add(name, perplexity, **accounting):
+        skipped = dict.fromkeys(ACCOUNTING, 0.5) | accounting
+        losses = 500 * np.log(perplexity) / 4 + np.array([30.0, 10.0, -10.0, -30.0])
+        found = entry(rows[name], "perplexity", "wikitext2", "token_perplexity", perplexity)
+        more = {"window_losses": losses.tolist(), "windows": 4, "accounting": skipped}
+        append_record(study_file, found | more)
+
+    add("depth-separate-50-s1-u500", 60.0, flops=0.48)
+    add("wide-g64-h3-paper-50-s1-u500", 40.0, attention=0.6, ffn=0.4)
+    for name, end in (("wide-g64-h3", 0.25), ("depth", 0.75)):
+        row = rows[f"{name}-separate-50-s1-u500"]
+        append_record(study_file, entry(row, "errors", "text", "stream_relative_l2_error", end))
+    depth, budget, stream = expectations(read(study_file))
+    gap = f"{np.log(40 / 60):+.2f}"
+    assert depth[1:] == ("50 %, stage 1", f"{gap} nats ({gap} to {gap}) at 50.0 % and 48.0 %")
+    assert budget[1] == "50 %, stage 1, budget `paper`"
+    assert budget[2] == "60.0 % of attention, 40.0 % of the FFN"
+    assert stream[2] == "the stream's error at the end is 0.25, of depth routing 0.75"
+    for size in (16, 32, 128, 256, 512):
+        add(f"wide-g{size}-h3-separate-50-s1-u500", 20.0 + size)
+    [sizes] = [line for line in expectations(read(study_file)) if line[0].startswith("finer")]
+    assert "perplexity 36.0, 52.0, 40.0, 148.0, 276.0, 532.0" in sizes[2]
+    assert sizes[2].endswith(f"{532 / 36:.2f} times the best")
 
 
 def test_every_figures_points_name_their_lines(study_file):
