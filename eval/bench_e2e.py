@@ -228,7 +228,10 @@ def refusal(
     needed = estimate.total + estimate.cache  # a cache is made anew while the old one lives
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None and needed > limit:
-        return f"needs about {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}"
+        return (
+            f"needs about {needed / 2**30:.0f} GiB, JAX has {limit / 2**30:.0f} of the device's "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION says how much it takes)"
+        )
     return None
 
 

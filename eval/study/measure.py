@@ -117,10 +117,12 @@ def _tasks(
     from eval.harness import HarnessConfig, WideLM  # needs the `eval` extra
     from eval.tasks import TasksConfig, result_records, run_tasks
 
+    # Questions are short; with its examples a prompt of GSM8K is as long as half a window.
+    rows = settings.batch_size * (2 if part == "generation" else 4)
     lm = WideLM(
         loaded.model,
         loaded.tokenizer,
-        config=HarnessConfig(batch_size=4 * settings.batch_size, progress=console.is_terminal),
+        config=HarnessConfig(batch_size=rows, progress=console.is_terminal),
         name=row.id,
     )
     for task in tasks:
