@@ -13,6 +13,7 @@ import matplotlib.figure
 from eval.records import read_records
 
 RESULTS = Path(__file__).parent / "results"
+MODEL, DEVICE, TOKENS = "llama-3.1-8b-shape", "NVIDIA H200", 16_384  # of the documents
 
 
 def write_plots(
@@ -29,9 +30,9 @@ def write_plots(
     folder.mkdir(parents=True, exist_ok=True)
     single = [row for row in rows if row["batch"] == 1]
     tokens = max(row["tokens"] for row in single) if tokens is None else tokens
-    longest = [row for row in single if row["tokens"] == tokens]
+    at_tokens = [row for row in single if row["tokens"] == tokens]
     by_sparsity = _panels(
-        longest,
+        at_tokens,
         x=lambda row: 100.0 * row["sparsity"],
         series=lambda row: f"{row['mask']} masks, groups of {row['ffn_group']}",
         label="(token, group) pairs skipped, %",
@@ -46,7 +47,7 @@ def write_plots(
         label=f"tokens of context, groups of {group}",
     )
     by_group = _panels(
-        longest, x=lambda row: row["ffn_group"], series=_skipped, label="channels per FFN group"
+        at_tokens, x=lambda row: row["ffn_group"], series=_skipped, label="channels per FFN group"
     )
     for figure in (by_length, by_group):
         for axes in figure.axes:
@@ -100,14 +101,12 @@ def _skipped(row: dict[str, Any]) -> str:
     return f"{row['mask']}, {row['sparsity']:.0%} skipped"
 
 
-def main(
-    model: str = "llama-3.1-8b-shape", device: str = "NVIDIA H200", tokens: int = 16_384
-) -> list[Path]:
-    """Draw the plots of the records of a model on a device; returns the paths."""
-    every = (record for _, record in read_records(RESULTS / "e2e.jsonl"))
-    rows = [r for r in every if (r["model"], r["device"]) == (model, device)]
+def main(record: Path = RESULTS / "e2e.jsonl", out: Path = RESULTS) -> list[Path]:
+    """Draw the plots of the documents' model, all its layers; returns the paths."""
+    every = (found for _, found in read_records(record))
+    rows = [r for r in every if (r["model"], r["device"]) == (MODEL, DEVICE)]
     whole = [row for row in rows if row["layers"] == max(row["layers"] for row in rows)]
-    return write_plots(sorted(whole, key=lambda row: row["time"]), RESULTS, tokens=tokens)
+    return write_plots(sorted(whole, key=lambda row: row["time"]), out, tokens=TOKENS)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def run_updates(
     """Run updates `state.update` to `config.updates`, under `jax.set_mesh(mesh)`.
 
     `report` gets each update's metrics after the next one is under way, so fetching them never
-    leaves the device idle. `before_first` is called before there is one, with a function that
-    compiles the step without running it. `state`'s arrays are donated: only the returned state is
-    alive.
+    leaves the device idle. `before_first` is called before the first update, if one is left, with a
+    function that compiles the step without running it. `state`'s arrays are donated: only the
+    returned state is alive.
     """
     key, hyper = jax.random.key(config.seed), hyperparameters(config)
 

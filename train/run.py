@@ -60,9 +60,9 @@ CONFIG = "config.yaml"
 class RunEvents:
     """What to call while a run goes on; every one may be left out.
 
-    `starting` is called before the first update, with a function that compiles it without running
-    it. `record` is called for every update, `logged` every `log_every` of them with the values of
-    the line in `metrics.jsonl`.
+    `starting` is called before the first update, if one is left, with a function that compiles it
+    without running it. `record` is called for every update, `logged` every `log_every` of them with
+    the values of the line in `metrics.jsonl`.
     """
 
     message: Callable[[str], None] = lambda text: None

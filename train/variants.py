@@ -38,8 +38,11 @@ def wide_config(
 def prepare_routers(model: WideForCausalLM, method: Method, routed: tuple[Module, ...]) -> None:
     """Set the router weights that training will leave alone, in place.
 
-    A module that is not routed, and under `layer` the FFN's unasked router, always executes; a
-    `static` router's weights are zero, so that only its biases, the same for every token, decide.
+    A module that is not routed, and under `layer` the FFN's unasked router, always executes. A
+    `static` router's compressor puts out ones for every token, so what is trained after it sees no
+    token. Its biases alone would move by the learning rate an update, too little in a short run to
+    be heard over the noise that masks are sampled with; r inputs of one move the logits r times as
+    far.
     """
     for layer in model.model.layers:
         for module in MODULES:
@@ -50,18 +53,20 @@ def prepare_routers(model: WideForCausalLM, method: Method, routed: tuple[Module
                 bias[...] = bias[...].at[::2].set(ALWAYS)  # class 0 of every group: execute
             elif method == "static":
                 _zero(router)
+                ones = jnp.ones_like(router.compressor.bias[...])
+                router.compressor.bias[...] = ones
 
 
 def is_trained(name: str, method: Method, routed: tuple[Module, ...]) -> bool:
     """Whether a router parameter of this Hugging Face name is trained. True for other parameters.
 
-    Static width trains the output biases alone.
+    Of a static router the part that sees no token.
     """
     for module in MODULES:
         if f".router_{module}." in name:
             if method == "layer" and module == "ffn":
                 return False  # never asked
-            return module in routed and (method != "static" or name.endswith(".router.bias"))
+            return module in routed and (method != "static" or ".compressor." not in name)
     return True
 
 

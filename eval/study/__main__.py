@@ -24,7 +24,7 @@ from eval.study.schedule import (
     run,
     with_parents,
 )
-from eval.study.settings import Settings, check_contents
+from eval.study.settings import Measured, Settings, check_contents
 from eval.study.workers import Workers, serve
 
 
@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = with_parents([row for row in plan(args.recipe) if _matches(row.id, args.only)])
     every = [job for job in jobs_of(rows) if job.part == "model" or _matches(job.part, args.parts)]
     named = {job.name: job for job in every}
+    if args.job is not None and args.job not in named:
+        raise ValueError(f"no job {args.job!r}: they are ROW.PART, as `--dry-run` lists the two")
     if args.job is not None:
         _work(named[args.job], args, console)
         return 0
@@ -124,14 +126,18 @@ def _work(job: Job, args: Args, console: Console, *, rehearsal: bool = False) ->
 
 def show(console: Console, jobs: Sequence[Job], left: Sequence[Job], settings: Settings) -> None:
     """The plan, a line a job, and the estimated time of what is left."""
-    total = Estimate(0.0, 0.0)
+    total, compiled = Estimate(0.0, 0.0), set[str]()
+    measured = {row for row, *_ in Measured.read(settings).found}
     for job in jobs:
         line = f"{job.row.wave} {job.row.id:50} {job.part:12} "
         if job in left:
-            found = estimate(job, settings)
+            found = estimate(job, settings, first=job.programs not in compiled)
+            compiled.add(job.programs)
             total = Estimate(total.device + found.device, total.beside + found.beside)
             state = "to do" if is_ready(job, settings) else "waits"
             line += f"{state}  {found.device:4.0f} s + {found.beside:.0f} s"
+            if job.part == "model" and job.row.id in measured:
+                line += "; there are figures of another training, and of this one none will be made"
         else:
             line += "done"
         console.print(line, highlight=False, soft_wrap=True)

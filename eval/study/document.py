@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import tyro
 
 from eval.report import draw
@@ -28,6 +29,7 @@ from eval.study.findings import (
 )
 from eval.study.plan import GENERATION, TASKS, Recipe, Row, plan
 from eval.study.settings import parts_of
+from eval.study.trainings import PART
 
 Z = 1.96  # of a 95 % interval
 MARK = re.compile(r"^<!-- (\w+) -->$", re.MULTILINE)
@@ -221,6 +223,28 @@ def errors_table(results: Results) -> str:
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
+def training_table(results: Results) -> str:
+    """How trainings went, by method and stage: gradient norms of the second half of each run."""
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for result in results.values():
+        if result.part(PART) is not None:
+            groups.setdefault((result.row.method, result.row.stage), []).append(result)
+    lines = [
+        "| method | stage | runs | gradient norm, median | largest | last loss, nats |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (method, stage), members in sorted(groups.items()):
+        logs = [log for one in members if (log := one.part(PART)) is not None]
+        norms = [log["log"]["gradient_norm"] for log in logs]
+        late = np.concatenate([np.asarray(norm)[len(norm) // 2 :] for norm in norms])
+        low, high = (bound(log["value"] for log in logs) for bound in (min, max))
+        lines.append(
+            f"| `{method}` | {stage} | {len(members)} | {_number(float(np.median(late)), 1)} | "
+            f"{_number(float(late.max()), 1)} | {low:.2f} to {high:.2f} |"
+        )
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
+
+
 def savings_table(results: Results) -> str:
     """The baseline without training: what its masks skip, and what it could really save."""
     lines = [
@@ -341,6 +365,7 @@ def render(template: str, results: Results, drawn: Mapping[str, str]) -> str:
         "generation": generation_table(results),
         "seeds": seed_table(results),
         "savings": savings_table(results),
+        "trainings": training_table(results),
         "comparisons": comparison_table(results),
         "expected": expectation_table(results),
         "errors": errors_table(results),

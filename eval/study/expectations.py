@@ -48,7 +48,8 @@ def _groups(results: Results) -> Iterator[Line]:
                 spread = max(found.values()) / min(found.values())
                 yield (
                     expected,
-                    f"50 %, stage {stage}, groups of {', '.join(map(str, sizes))}",
+                    f"50 %, stage {stage}, {length} updates, groups of "
+                    f"{', '.join(map(str, sizes))}",
                     f"perplexity {listed}: the worst is {spread:.2f} times the best",
                 )
 
@@ -90,7 +91,7 @@ def _pairs(results: Results) -> Iterator[tuple[Result, Result]]:
                 yield wide, other
 
 
-def _wide(results: Results, **fields: float) -> Sequence[Result]:
+def _wide(results: Results, **fields: object) -> Sequence[Result]:
     """WIDE rows of seed 0 without distillation, and of these values."""
     return [
         result
@@ -103,5 +104,6 @@ def _wide(results: Results, **fields: float) -> Sequence[Result]:
 
 
 def _where(result: Result) -> str:
-    assert result.row.target is not None
-    return f"{100 * result.row.target:g} %, stage {result.row.stage}"
+    row = result.row
+    assert row.target is not None
+    return f"{100 * row.target:g} %, stage {row.stage}, {row.updates} updates"

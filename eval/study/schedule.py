@@ -26,6 +26,7 @@ MAKING = 2
 SECONDS_AN_UPDATE = {1: 0.092, 2: 0.125}
 DISTILLED = 1.4
 SECONDS_TO_START = 15.0
+SECONDS_TO_LOAD = 5.0
 SECONDS_TO_COMPILE = 60.0
 SECONDS_OF: dict[Work, float] = {
     "model": 10.0,  # beside its updates
@@ -57,6 +58,11 @@ class Job:
         return self.part if self.part == "model" or self.exclusive else "measurement"
 
     @property
+    def programs(self) -> str:
+        """Names what it compiles: jobs of one name find each other's."""
+        return self.row.program if self.part == "model" else f"{self.row.structure}.{self.part}"
+
+    @property
     def exclusive(self) -> bool:
         """Whether it needs the device to itself."""
         return self.part in EXCLUSIVE
@@ -72,7 +78,7 @@ class Estimate:
 
 @runtime_checkable
 class Running(Protocol):
-    """A started process."""
+    """A job that a process does."""
 
     def poll(self) -> int | None: ...
 
@@ -145,17 +151,16 @@ def is_ready(job: Job, settings: Settings) -> bool:
     return job.row.parent is None or settings.is_made(job.row.parent)
 
 
-def estimate(job: Job, settings: Settings) -> Estimate:
-    """How long the job takes on one H200."""
+def estimate(job: Job, settings: Settings, *, first: bool) -> Estimate:
+    """How long the job takes on one H200; `first`: no job before it has compiled its programs."""
     row, device = job.row, SECONDS_OF[job.part]
-    beside = SECONDS_TO_START + SECONDS_TO_COMPILE / 2
+    beside = SECONDS_TO_START + SECONDS_TO_COMPILE if first else SECONDS_TO_LOAD
     if job.exclusive:  # two shapes are compiled, and nothing fills that time
         return Estimate(device + SECONDS_TO_START + SECONDS_TO_COMPILE, 0.0)
     if _trains(job):
         size = settings.sequence_length * settings.sequences_per_update / TOKENS_OF_ESTIMATE
         slower = 1.0 if row.distill == "off" else DISTILLED
         device += SECONDS_AN_UPDATE[row.stage] * size * slower * (row.updates or 0)
-        beside += SECONDS_TO_COMPILE
     return Estimate(device, beside)
 
 
@@ -190,7 +195,7 @@ def run(
     Args:
         jobs: in order of value.
         settings: of the study.
-        start: starts a job's process.
+        start: gives a job to a process.
         slots: processes at once, rehearsals not counted.
         ahead: rehearsals at once; 0: every training compiles for itself.
         deadline: of `clock`, in seconds; then what runs is ended.

@@ -1,9 +1,10 @@
 """Processes that do one job after another.
 
 A job of its own process spends most of its time on starting and on tracing and compiling what the
-job before it had compiled. A worker keeps all that: it is given the jobs of one kind, and those of
-one structure of model first. It holds its device memory until it ends, so an idle one makes room
-for one of another kind, and all of them for a job that wants the device to itself.
+job before it had compiled. A worker has started already, and what measures a model it has for every
+model of that structure; it is given the jobs of one kind. It keeps its device memory until it ends.
+Idle ones are ended when there are too many and another kind is needed, all of them before a job
+that wants the device to itself, and that one's before any other job.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from eval.study.schedule import Job
+from eval.study.schedule import EXCLUSIVE, Job
 
 
 class Workers:
@@ -40,18 +41,19 @@ class Workers:
         self._end([worker for worker in self._workers if not worker.busy and not worker.alive])
         idle = [worker for worker in self._workers if not worker.busy]
         kind = "rehearsal" if rehearsal else job.kind
+        log = self._logs / f"{job.name}{'.rehearsal' if rehearsal else ''}.log"
         same = [worker for worker in idle if worker.kind == kind]
         others = [worker for worker in idle if worker.kind != kind]
-        if job.exclusive:
-            self._end(others)
+        self._end([worker for worker in others if job.exclusive or worker.kind in EXCLUSIVE])
+        others = [worker for worker in others if worker in self._workers]
         known = [worker for worker in same if job.row.structure in worker.structures]
         worker = next(iter([*known, *same]), None)
         if worker is None:
             if len(self._workers) >= self._most:
                 self._end(others[:1])
-            worker = _Worker(self._command, kind)
+            worker = _Worker(self._command, kind, log)
             self._workers.append(worker)
-        return worker.give(job, rehearsal, self._logs)
+        return worker.give(job, rehearsal, log)
 
     def _end(self, workers: Sequence["_Worker"]) -> None:
         for worker in workers:
@@ -62,19 +64,20 @@ class Workers:
 
 
 class _Worker:
-    def __init__(self, command: Sequence[str], kind: str):
+    def __init__(self, command: Sequence[str], kind: str, log: Path):
         self.kind, self.structures, self.busy = kind, set[str](), False
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:  # of before it takes its first job
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def give(self, job: Job, rehearsal: bool, logs: Path) -> "Given":
-        name = f"{job.name}.rehearsal" if rehearsal else job.name
-        request = _Request(job.name, rehearsal, str(logs / f"{name}.log"))
+    def give(self, job: Job, rehearsal: bool, log: Path) -> "Given":
+        request = _Request(job.name, rehearsal, str(log))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ended just now: `answer` says so
             self._process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
@@ -89,11 +92,13 @@ class _Worker:
         assert answers is not None
         if not select.select([answers], [], [], 0)[0]:
             return None
-        line = answers.readline()
-        self.busy = False
-        if line == "0\n":
+        if answers.readline():
+            self.busy = False
             return 0
-        return self.wait() or 1  # `serve` ends with what fails
+        if self.alive:  # `serve` ends with what fails, and its process some time after
+            return None
+        self.busy = False
+        return self.wait() or 1
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -138,7 +143,8 @@ def serve(work: Callable[[str, bool], None]) -> int:
     """Do the jobs named on the standard input, each with its log, until that ends or one fails.
 
     `work` takes a job's name and whether it is only rehearsed. What it and its libraries print is
-    in the log: all that goes to the standard output is a line after each job that is done.
+    in the log: all that goes to the standard output is a line after each job that is done, and its
+    end after one that failed.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     for line in sys.stdin:
@@ -156,7 +162,6 @@ def serve(work: Callable[[str, bool], None]) -> int:
 
 
 def _log_to(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())

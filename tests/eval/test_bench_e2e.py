@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import pallas_kernels
-from eval import bench_e2e, records
+from eval import bench_e2e, e2e_plots, records
 from eval.bench_e2e import (
     E2EConfig,
     cell,
@@ -148,6 +148,27 @@ def test_rows_are_records_a_table_and_plots(rows, tmp_path):
     single = [r | {"batch": 1} for r in rows]
     for path in write_plots(single, tmp_path):
         assert path.stat().st_size > 1000
+
+
+def test_the_documents_plots_are_of_one_context_and_one_group_size(rows, tmp_path, monkeypatch):
+    """By length the group size of most lengths; the rest at one context; half a model in none."""
+    named = records.common_fields("e2e") | {"model": e2e_plots.MODEL, "device": e2e_plots.DEVICE}
+    cells = [(n, 128, 4) for n in (1_024, 16_384, 65_536)] + [(16_384, 64, 4), (16_384, 64, 2)]
+    for tokens, group, layers in cells:
+        for row in rows:
+            cell = {"tokens": tokens, "ffn_group": group, "layers": layers, "batch": 1}
+            records.append_record(tmp_path / "e2e.jsonl", named | row | cell)
+    drawn, panels = [], e2e_plots._panels
+
+    def watching(rows, **options):
+        drawn.append({(r["tokens"], r["ffn_group"], r["layers"]) for r in rows})
+        return panels(rows, **options)
+
+    monkeypatch.setattr(e2e_plots, "_panels", watching)
+    assert len(e2e_plots.main(tmp_path / "e2e.jsonl", tmp_path)) == 3
+    by_sparsity, by_length, by_group = drawn
+    assert by_sparsity == by_group == {(16_384, 128, 4), (16_384, 64, 4)}
+    assert by_length == {(n, 128, 4) for n in (1_024, 16_384, 65_536)}
 
 
 def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):

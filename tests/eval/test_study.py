@@ -10,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -28,11 +30,13 @@ from eval.study.__main__ import main
 from eval.study.expectations import expectations
 from eval.study.figures import figures
 from eval.study.findings import Result, bootstrap, difference, read
+from eval.study.locks import Lock
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
 from eval.study.plan import TASKS, Recipe, Row, plan
 from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
 from eval.study.settings import CONTENTS, Measured, Settings, check_contents, parts_of
+from eval.study.trainings import trainings
 from tests.eval.conftest import TINY, tiny_model
 from wide_jax.hf.pretrained import tensors_of
 from wide_jax.hf.save import save_model
@@ -126,7 +130,7 @@ def caches(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("WIDE_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def shapes_unchecked():
     """Compiling without running makes trees of what is no array."""
     jaxtyping.config.update("jaxtyping_disable", True)
@@ -204,6 +208,7 @@ def test_choosing_a_stage_2_row_brings_its_stage_1():
     assert [row.id for row in with_parents([ROWS[STAGE2]])] == [WIDE, STAGE2]
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_a_trained_row_is_made_measured_and_known(settings, console):
     row = ROWS[WIDE]
     parts = ("perplexity", "tasks", "errors")
@@ -233,6 +238,42 @@ def test_a_trained_row_is_made_measured_and_known(settings, console):
     assert found["errors"]["value"] == found["errors"]["errors"]["stream"][-1]
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_one_row_trains_at_a_time(settings, console, tmp_path):
+    """Another waits before its first update, compiled; its turn ends with its last one."""
+    row, other = ROWS[WIDE], dataclasses.replace(settings, out=tmp_path)
+    said, released = [], threading.Event()
+
+    def watch():
+        with Lock(other.locks, "training") as training:
+            training.hold()
+            said.append("held")
+            while not list(tmp_path.glob("rows/*/config.yaml")):
+                time.sleep(0.01)
+            time.sleep(1.0)
+            said.append(_updates(tmp_path))
+        released.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    while not said:
+        time.sleep(0.01)
+    make(row, other, console)
+    thread.join(timeout=60)
+    assert released.is_set()
+    assert said == ["held", []]
+    assert _updates(tmp_path) == [1]  # the last of two is logged
+    with Lock(other.locks, "training") as training:
+        training.hold()  # free again
+
+
+def _updates(folder):
+    logs = [path.read_text() for path in folder.glob("rows/*/metrics.jsonl")]
+    lines = [json.loads(line) for log in logs for line in log.splitlines()]
+    return [line["update"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_another_training_of_a_row_is_not_measured_beside_the_first(settings, console, tmp_path):
     row, other = ROWS[WIDE], ROWS[WIDE.replace("50", "70")]
     for one in (row, other):
@@ -246,6 +287,35 @@ def test_another_training_of_a_row_is_not_measured_beside_the_first(settings, co
     assert records(again) == before
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_measured_rows_training_log_is_recorded_once(settings, console, tmp_path):
+    row = ROWS[WIDE]
+    make(row, settings, console)
+    measure(row, "perplexity", settings, console)
+    record = tmp_path / "study.jsonl"
+    assert list(trainings(settings.out, record, [row])) == []  # nothing is measured
+    for one in records(settings):
+        if one["row"] == WIDE:
+            append_record(record, one)
+    [found] = trainings(settings.out, record, [row])
+    lines = (settings.folder(row) / "metrics.jsonl").read_text().splitlines()
+    [last] = [json.loads(line) for line in lines if '"train"' in line]
+    assert found["log"] == {name: [last[name]] for name in ("update", "lm_loss", "gradient_norm")}
+    assert found["model"] == one["model"]
+    assert "| `wide` | 1 | 1 |" in document.training_table(
+        {WIDE: Result(row, {("training", "training", "lm_loss"): found}, {})}
+    )
+    append_record(record, found)
+    assert list(trainings(settings.out, record, [row])) == []
+    # A log beside the model of another training says nothing of this one.
+    other = tmp_path / "rows" / WIDE
+    shutil.copytree(settings.folder(row), other)
+    (other / "metrics.jsonl").write_text(json.dumps(last | {"lm_loss": 1.0}) + "\n")
+    record.write_text("".join(json.dumps(r) + "\n" for r in records(settings)))
+    assert [one["row"] for one in trainings(tmp_path, record, [row])] == []
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_stage_2_goes_on_from_its_stage_1(settings, console):
     make(ROWS[WIDE], settings, console)  # made already, unless this test runs alone
     make(ROWS[STAGE2], settings, console)
@@ -257,6 +327,7 @@ def test_stage_2_goes_on_from_its_stage_1(settings, console):
     assert f"run: {settings.folder(ROWS[WIDE])}" in (folder / "config.yaml").read_text()
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_the_untrained_baseline_meets_its_target_and_says_what_it_can_save(settings, console):
     make(ROWS[CUT], settings, console)
     measure(ROWS[CUT], "perplexity", settings, console)
@@ -267,6 +338,7 @@ def test_the_untrained_baseline_meets_its_target_and_says_what_it_can_save(setti
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU to measure on")
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_without_a_gpu_speed_says_so_and_records_nothing(settings, console):
     make(ROWS[WIDE], settings, console)
     with pytest.raises(RuntimeError, match=r"--parts .*,whole_tasks,generation$"):
@@ -274,6 +346,7 @@ def test_without_a_gpu_speed_says_so_and_records_nothing(settings, console):
     assert not any(part == "speed" for _, part, *_ in Measured.read(settings).found)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_speed_is_recorded_of_both_shapes_and_goes_on_after_the_first(
     settings, console, monkeypatch
 ):
@@ -329,6 +402,7 @@ def test_the_dense_row_needs_nothing_made(settings, console):
     assert not any(job.part == "errors" for job in jobs_of([ROWS["dense"]]))
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_a_rehearsal_leaves_nothing(settings, console):
     row = ROWS["depth-separate-50-s2-u2"]
     before = {path.name for path in settings.out.iterdir()} | {"locks"}
@@ -338,6 +412,7 @@ def test_a_rehearsal_leaves_nothing(settings, console):
     assert not settings.is_made(row.parent)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_results_of_other_settings_are_refused_with_what_differs(settings, console):
     make(ROWS[CUT], settings, console)
     measure(ROWS[CUT], "perplexity", settings, console)
@@ -352,6 +427,7 @@ def test_the_projects_own_results_are_of_the_default_settings(tmp_path):
     assert ("dense", "perplexity") in {(row, part) for row, part, *_ in found.found}
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_results_of_another_model_or_text_are_refused(settings, console, tmp_path, data_dir):
     make(ROWS["dense"], settings, console)
     measure(ROWS["dense"], "perplexity", settings, console)
@@ -380,6 +456,7 @@ def test_results_of_another_model_or_text_are_refused(settings, console, tmp_pat
     check_contents(dataclasses.replace(settings, record=old.record))
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_the_second_row_of_a_program_compiles_nothing(settings, console):
     """Targets are no constants of training, cut or measurements: all come from the cache."""
     row, other = ROWS[WIDE], ROWS[WIDE.replace("50", "25")]
@@ -538,7 +615,8 @@ def test_trainings_wait_for_their_programs_and_others_do_not(empty):
     assert collections.Counter(order).most_common(1)[0][1] == 1
 
 
-def test_few_trainings_hold_memory_at_once(empty):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_few_trainings_hold_memory_at_once(empty, ahead):
     machine = Machine(empty)
     names = [WIDE, *(WIDE.replace("50", target) for target in ("25", "10", "30", "70"))]
     jobs = [Job(ROWS[name], "model") for name in names]
@@ -550,7 +628,7 @@ def test_few_trainings_hold_memory_at_once(empty):
         return process
 
     machine.start = watching
-    outcome = run(empty, jobs, machine, slots=8, ahead=1)
+    outcome = run(empty, jobs, machine, slots=8, ahead=ahead)
     assert len(outcome.finished) == len(jobs)
     assert max(most) == schedule.MAKING
 
@@ -584,6 +662,7 @@ def test_the_deadline_ends_what_runs(empty):
     assert not outcome.finished
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_models_that_are_gone_are_made_again_but_not_measured_again(settings, console, empty):
     """The results came home and the runs did not: a stage 2 needs its stage 1 once more."""
     row, later = ROWS[WIDE], ROWS[STAGE2]
@@ -765,8 +844,11 @@ def test_what_is_expected_stands_beside_what_the_rows_say(study_file):
         append_record(study_file, entry(row, "errors", "text", "stream_relative_l2_error", end))
     depth, budget, stream = expectations(read(study_file))
     gap = f"{np.log(40 / 60):+.2f}"
-    assert depth[1:] == ("50 %, stage 1", f"{gap} nats ({gap} to {gap}) at 50.0 % and 48.0 %")
-    assert budget[1] == "50 %, stage 1, budget `paper`"
+    assert depth[1:] == (
+        "50 %, stage 1, 500 updates",
+        f"{gap} nats ({gap} to {gap}) at 50.0 % and 48.0 %",
+    )
+    assert budget[1] == "50 %, stage 1, 500 updates, budget `paper`"
     assert budget[2] == "60.0 % of attention, 40.0 % of the FFN"
     assert stream[2] == "the stream's error at the end is 0.25, of depth routing 0.75"
     for size in (16, 32, 128, 256, 512):

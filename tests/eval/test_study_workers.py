@@ -18,7 +18,7 @@ import os, sys
 from eval.study.workers import serve
 
 def work(name, rehearsal):
-    print(os.getpid(), name, rehearsal)
+    print(os.getpid(), name, rehearsal, flush=True)
     os.system("echo from a child")
     if name == "dense.tasks":
         raise ValueError("no such task")
@@ -116,6 +116,29 @@ def test_what_is_measured_alone_finds_the_device_free(workers, logs):
     assert [ended(one) for one in given] == [0, 0]
     assert ended(workers.start(job(FINE, "speed"), False)) == 0
     assert not any(alive(process(logs, f"{FINE}.{part}")) for part in ("errors", "model"))
+
+
+def test_a_process_that_takes_long_to_end_keeps_nobody_waiting(logs):
+    slow = WORK.replace(
+        "sys.exit(serve(work))", "serve(work); os.close(1); import time; time.sleep(5)"
+    )
+    with Workers([sys.executable, "-c", slow], logs, most=2) as workers:
+        failing, other = (
+            workers.start(job(*one), False) for one in (("dense", "tasks"), (FINE, "model"))
+        )
+        before = time.monotonic()
+        assert ended(other) == 0
+        while time.monotonic() < before + 2:
+            looked = time.monotonic()
+            assert failing.poll() is None or time.monotonic() > before + 2
+            assert time.monotonic() < looked + 1
+        assert ended(failing) != 0
+
+
+def test_what_a_process_says_before_its_first_job_is_in_that_jobs_log(logs):
+    with Workers([sys.executable, "-c", "raise SystemExit('no such library')"], logs, 1) as workers:
+        assert ended(workers.start(job(FINE, "errors"), False)) != 0
+    assert "no such library" in (logs / f"{FINE}.errors.log").read_text()
 
 
 def test_ending_a_job_ends_its_process(workers):

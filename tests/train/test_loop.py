@@ -1,5 +1,7 @@
 """Whole runs: the target is reached, the loss falls, numbers come in order, NaN stops."""
 
+import types
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -52,6 +54,37 @@ def test_metrics_are_fetched_while_the_next_update_runs():
     state = run_updates(Step(), TrainState({}, (), 0), {}, batches, mesh, config, report=report)
     assert state.update == 3
     assert seen == ["start 0", "start 1", "fetch 0", "start 2", "fetch 1", "fetch 2"]
+
+
+def test_the_step_can_be_compiled_before_the_first_update_if_one_is_left():
+    seen, config = [], tiny_config(updates=2)
+
+    class Step:
+        def __call__(self, trainable, opt_state, frozen, batch, update, key, hyper):
+            seen.append((int(update), batch.input_ids.tolist()))
+            return trainable, opt_state, update
+
+        def lower(self, trainable, opt_state, frozen, batch, update, key, hyper):
+            seen.append(("compiled for", int(update), batch.input_ids.tolist()))
+            return types.SimpleNamespace(compile=lambda: None)
+
+    def before_first(compile_step):
+        seen.append("before")
+        compile_step()
+
+    batches = PackedWindows(tiny_tokens(), 16, config.sequences_per_update, seed=0)
+    mesh = partition.make_mesh()
+    for begun in (1, 2):
+        seen.clear()
+        run_updates(
+            Step(), TrainState({}, (), begun), {}, batches, mesh, config,
+            report=lambda update: None, before_first=before_first,
+        )  # fmt: skip
+        if begun == 1:
+            [before, (_, number, batch), update] = seen
+            assert (before, number) == ("before", 1)
+            assert update == (1, batch)
+    assert seen == []
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():

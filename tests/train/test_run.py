@@ -390,6 +390,27 @@ def test_static_width_decides_the_same_for_every_token(settings):
     assert all(bias.any() for bias in biases)
 
 
+def test_static_width_settles_in_a_short_run(settings):
+    """Its margins move further than two biases could at this learning rate, in as many updates."""
+    updates, rate = 8, 0.01
+    result = calibrate_main(settings(method="static", updates=updates, learning_rate=rate))
+    found = routers(result.model_folder)
+    margins = [
+        np.diff((found[name] @ found[_compressor(name)] + found[_bias(name)]).reshape(-1, 2))
+        for name in found
+        if name.endswith(".router.weight")
+    ]
+    assert max(np.abs(margin).max() for margin in margins) > 2 * updates * rate
+
+
+def _compressor(name):
+    return name.replace(".router.weight", ".compressor.bias")
+
+
+def _bias(name):
+    return name.replace(".router.weight", ".router.bias")
+
+
 def test_layer_skipping_has_one_decision_a_layer(settings):
     result = calibrate_main(settings(method="layer", updates=4, learning_rate=0.1))
     assert load_wide_info(result.model_folder).wide.one_router
