@@ -7,6 +7,7 @@ from pathlib import Path
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "error")
 WIDE_RANGE = 10.0  # perplexities that differ by more than this factor get a logarithmic axis
 MARKED = 40  # points of a line up to which each is marked
+INSIDE = 5  # lines whose names still fit into the plot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,8 @@ def draw(figure: Figure, path: Path) -> None:
         from matplotlib.figure import Figure as Canvas
         from matplotlib.ticker import LogLocator, PercentFormatter, ScalarFormatter
 
-        canvas = Canvas(figsize=(7, 4.2), layout="constrained")
+        crowded = len(figure.series) > INSIDE
+        canvas = Canvas(figsize=(9 if crowded else 7, 4.2), layout="constrained")
         axes = canvas.subplots()
         for series in figure.series:
             x, y = [p.x for p in series.points], [p.y for p in series.points]
@@ -117,7 +119,10 @@ def draw(figure: Figure, path: Path) -> None:
                 axis.set_major_formatter(PercentFormatter(1.0))
         axes.set(title=figure.title, xlabel=figure.x_label, ylabel=figure.y_label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if crowded:
+            canvas.legend(loc="outside right upper", fontsize="small")
+        else:
+            axes.legend(fontsize="small")
         canvas.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

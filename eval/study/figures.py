@@ -35,7 +35,8 @@ def _curve(
         point = Point(result.accounting["flops"], found.value, result.source(part), found.stderr)
         lines.setdefault(_name(row), []).append(point)
     series = tuple(Series(n, tuple(sorted(p, key=lambda q: q.x))) for n, p in lines.items())
-    return Figure(key, title, "FLOPs skipped, of the routable ones", label, series)
+    x_label = "FLOPs skipped, of the routable ones"
+    return Figure(key, title, x_label, label, series, percent_x=True)
 
 
 def _groups(results: Results) -> Figure:
