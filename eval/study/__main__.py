@@ -137,7 +137,7 @@ def show(console: Console, jobs: Sequence[Job], left: Sequence[Job], settings: S
             state = "to do" if is_ready(job, settings) else "waits"
             line += f"{state}  {found.device:4.0f} s + {found.beside:.0f} s"
             if job.part == "model" and job.row.id in measured:
-                line += "; there are figures of another training, and of this one none will be made"
+                line += "; its figures will be made anew"
         else:
             line += "done"
         console.print(line, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from eval.perplexity import PerplexityConfig, evaluate_perplexity
 from eval.records import append_record, eval_record
 from eval.study.make import Loaded, load
 from eval.study.plan import Row
-from eval.study.settings import Measured, Part, Settings, check_training
+from eval.study.settings import Measured, Part, Settings
 from eval.study.speed import speeds
 from eval.text import TokenizedText, read_text, tokenize
 from wide_jax.accounting import Accounting
@@ -23,33 +23,25 @@ Record = dict[str, Any]
 
 
 def measure(row: Row, part: Part, settings: Settings, console: Console) -> None:
-    """Append what is missing of a part to the results, a record as soon as it is known.
-
-    Raises:
-        ValueError: the results hold another training of the row.
-    """
-    missing = Measured.read(settings).missing_tasks(row, part, settings)
+    """Append what is missing of a part of this model to the results, as soon as it is known."""
+    loaded = load(row, settings)
+    measured = Measured.read(settings, {row.id: loaded.fingerprint})
+    missing = measured.missing_tasks(row, part, settings)
     if not missing:
         return
     match part:
         case "perplexity":
-            found = _perplexity(row, _load(row, settings), settings, console)
+            found = _perplexity(row, loaded, settings, console)
         case "errors":
-            found = _errors(row, _load(row, settings), settings, console)
+            found = _errors(row, loaded, settings, console)
         case "speed":
+            del loaded  # it loads its own
             found = speeds(row, missing, settings, console)
         case _:
-            found = _tasks(row, part, missing, _load(row, settings), settings, console)
+            found = _tasks(row, part, missing, loaded, settings, console)
     for record in found:
-        check_training(row, record["model"], settings)
         named = {"suite": "study", "row": row.id, "part": part, "settings": settings.recorded()}
         append_record(settings.record, record | named)
-
-
-def _load(row: Row, settings: Settings) -> Loaded:
-    loaded = load(row, settings)
-    check_training(row, loaded.fingerprint, settings)
-    return loaded
 
 
 def _perplexity(row: Row, loaded: Loaded, settings: Settings, console: Console) -> Iterator[Record]:

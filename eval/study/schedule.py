@@ -110,7 +110,10 @@ def jobs_of(rows: Sequence[Row]) -> tuple[Job, ...]:
 
 
 def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
-    """The jobs that are left: what is not measured, and the models that this needs."""
+    """The jobs that are left: what is not measured, and the models that this needs.
+
+    A model that is made anew is another one: all of its row is measured again.
+    """
     measured = Measured.read(settings)
     open_rows = {
         job.row.id: job.row
@@ -126,11 +129,8 @@ def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
     return tuple(
         job
         for job in jobs
-        if (
-            job.row.id in needed
-            if job.part == "model"
-            else not measured.has(job.row, job.part, settings)
-        )
+        if job.row.id in needed
+        or (job.part != "model" and not measured.has(job.row, job.part, settings))
     )
 
 

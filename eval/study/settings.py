@@ -135,15 +135,29 @@ def parts_of(row: Row) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def newest_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The model of each row's last record.
+
+    Records of another do not count beside them: a training repeated on a GPU is another one, and a
+    row's figures belong together.
+    """
+    return {record["row"]: record["model"] for record in records}
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the results file holds: (row, part, task, metric) of every record."""
+    """What the results file holds: (row, part, task, metric) of the records that count."""
 
     found: frozenset[tuple[str, str, str, str]]
 
     @classmethod
-    def read(cls, settings: Settings) -> "Measured":
+    def read(cls, settings: Settings, models: Mapping[str, str] | None = None) -> "Measured":
         """Of the study's results file; an absent one holds nothing.
+
+        Args:
+            settings: of the study.
+            models: of rows whose model is at hand, its fingerprint: only records of it count; of
+                other rows those of `newest_models`.
 
         Raises:
             ValueError: it holds results of other settings; the message says which.
@@ -152,7 +166,9 @@ class Measured:
             return cls(frozenset())
         records = [record for _, record in read_records(settings.record)]
         _check(settings, records, settings.numbers())
-        return cls(frozenset((r["row"], r["part"], r["task"], r["metric"]) for r in records))
+        of = newest_models(records) | dict(models or {})
+        counted = (r for r in records if r["model"] == of[r["row"]])
+        return cls(frozenset((r["row"], r["part"], r["task"], r["metric"]) for r in counted))
 
     def has(self, row: Row, part: Part, settings: Settings) -> bool:
         """Whether nothing of the part is missing."""
@@ -184,23 +200,6 @@ def check_contents(settings: Settings) -> None:
     own = settings.contents()
     if settings.record.exists():
         _check(settings, [record for _, record in read_records(settings.record)], own)
-
-
-def check_training(row: Row, model: str, settings: Settings) -> None:
-    """Refuse a model of the row that is not the one its results are of: figures of a row belong
-    together, and a training repeated on a GPU is another one.
-
-    Raises:
-        ValueError: names both models.
-    """
-    if not settings.record.exists():
-        return
-    for _, record in read_records(settings.record):
-        if record["row"] == row.id and record["model"] != model:
-            raise ValueError(
-                f"{settings.record} holds results of another training of {row.id} (model "
-                f"{record['model']}, not {model}): take its lines out to measure this one"
-            )
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import tyro
 from eval.records import COMMON, append_record, read_records
 from eval.study.findings import planned
 from eval.study.plan import Row
+from eval.study.settings import newest_models
 from train import metrics
 from wide_jax.hf.config import read_json
 from wide_jax.hf.wide_folder import WIDE_CONFIG
@@ -37,8 +38,13 @@ def trainings(
 ) -> Iterator[dict[str, Any]]:
     """A record of every row (by default, planned) with results, a log, and no such record yet."""
     every = [found for _, found in read_records(record)] if record.exists() else []
-    known = {found["row"] for found in every if found["part"] == PART}
-    measured = {found["row"]: found for found in every}  # of one training, all of a row's
+    models = newest_models(every)
+    measured = {found["row"]: found for found in every}
+    known = {
+        found["row"]
+        for found in every
+        if found["part"] == PART and found["model"] == models[found["row"]]
+    }
     for row in planned(every) if rows is None else rows:
         folder = out / "rows" / row.id
         if row.id in measured and row.id not in known and (folder / metrics.FILE).exists():

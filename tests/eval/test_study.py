@@ -274,17 +274,31 @@ def _updates(folder):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_another_training_of_a_row_is_not_measured_beside_the_first(settings, console, tmp_path):
-    row, other = ROWS[WIDE], ROWS[WIDE.replace("50", "70")]
-    for one in (row, other):
-        make(one, settings, console)
-    measure(row, "perplexity", settings, console)
-    again = dataclasses.replace(settings, out=tmp_path)
-    shutil.copytree(settings.folder(other), again.folder(row))
-    before = records(again)
-    with pytest.raises(ValueError, match=rf"another training of {WIDE} \(model sha256:\w+, not"):
-        measure(row, "generation", again, console)
-    assert records(again) == before
+def test_figures_of_another_training_do_not_stand_beside_the_newest(settings, console, tmp_path):
+    """A row of the default plan, so that its figures can be read."""
+    row = {row.id: row for row in plan()}["wide-g16-h3-separate-50-s1-u500"]
+    first, again = (
+        dataclasses.replace(settings, out=tmp_path / name, record=tmp_path / "study.jsonl")
+        for name in ("first", "again")
+    )
+    for one, trained in ((first, WIDE), (again, WIDE.replace("50", "70"))):
+        make(ROWS[trained], settings, console)
+        shutil.copytree(settings.folder(ROWS[trained]), one.folder(row))
+    measure(row, "perplexity", first, console)
+    measure(row, "tasks", first, console)
+    assert read(first.record)[row.id].part("tasks") is not None
+    measure(row, "perplexity", again, console)
+    one, other = (r for r in records(again) if r["part"] == "perplexity")
+    assert one["model"] != other["model"]
+    assert missing([Job(row, part) for part in ("perplexity", "tasks")], again) == (
+        Job(row, "tasks"),
+    )
+    found = read(again.record)[row.id]
+    assert found.part("perplexity")["model"] == other["model"]
+    assert found.part("tasks") is None
+    count = len(records(again))
+    measure(row, "perplexity", again, console)  # known
+    assert len(records(again)) == count
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -663,7 +677,7 @@ def test_the_deadline_ends_what_runs(empty):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_models_that_are_gone_are_made_again_but_not_measured_again(settings, console, empty):
+def test_models_that_are_gone_are_made_and_measured_again(settings, console, empty):
     """The results came home and the runs did not: a stage 2 needs its stage 1 once more."""
     row, later = ROWS[WIDE], ROWS[STAGE2]
     make(row, settings, console)
@@ -673,8 +687,8 @@ def test_models_that_are_gone_are_made_again_but_not_measured_again(settings, co
             append_record(empty.record, record)
     jobs = [Job(one, part) for part in ("model", "perplexity") for one in (row, later)]
     assert not is_ready(Job(later, "model"), empty)
-    assert missing(jobs, empty) == (*jobs[:2], jobs[3])
-    assert missing([jobs[0], jobs[2]], empty) == ()
+    assert missing(jobs, empty) == tuple(jobs)
+    assert missing([jobs[0], jobs[2]], empty) == ()  # nobody needs it
     folder = empty.folder(later) / "model"
     folder.mkdir(parents=True)
     (folder / "wide_config.json").touch()
