@@ -24,7 +24,6 @@ demo: $(VENV)/.run
 STUDY ?= ../study
 study: $(VENV)/.study
 	$(BIN)/python -m eval.study --out "$(STUDY)" $(ARGS)
-	$(BIN)/python -m eval.study.trainings --out "$(STUDY)"
 	$(BIN)/python -m eval.study.document
 
 test: $(VENV)/.dev

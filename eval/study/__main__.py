@@ -25,6 +25,7 @@ from eval.study.schedule import (
     with_parents,
 )
 from eval.study.settings import Measured, Settings, check_contents
+from eval.study.trainings import append_trainings
 from eval.study.workers import Workers, serve
 
 
@@ -54,8 +55,9 @@ class Args(Settings):
     """Processes more that compile the trainings to come, each program once for all rows of it."""
     job: str | None = None
     """Do this one job in this process."""
-    serve: bool = False
-    """Do the jobs named on the standard input in this process, as the command itself asks for."""
+    serve: int | None = None
+    """Do the jobs named on the standard input in this process, as the command itself asks for, and
+    answer on this file descriptor."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.job is not None:
         _work(named[args.job], args, console)
         return 0
-    if args.serve:
-        given = [option for option in sys.argv if option != "--serve"]
+    if args.serve is not None:
+        given = sys.argv[:-2]
 
         def work(name: str, rehearsal: bool) -> None:
             sys.argv = [*given, "--job", name]  # records name the command that makes them
             _work(named[name], args, console, rehearsal=rehearsal)
 
-        return serve(work)
+        return serve(work, args.serve)
     left = missing(every, args)
     show(console, every, left, args)
     if args.dry_run or not left:
@@ -101,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             deadline=deadline,
             say=lambda line: console.print(line, highlight=False, soft_wrap=True),
         )
+    append_trainings(args, rows)
     return _report(console, outcome)
 
 

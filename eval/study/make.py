@@ -15,7 +15,7 @@ from rich.console import Console
 from eval.scoring import full_precision
 from eval.study.locks import Lock
 from eval.study.plan import Row
-from eval.study.settings import THRESHOLDS, Settings
+from eval.study.settings import THRESHOLDS, Settings, name_model
 from train.corpus import Recipe, token_cache
 from train.data import PackedRows
 from train.records import UpdateRecord
@@ -48,6 +48,7 @@ def make(row: Row, settings: Settings, console: Console) -> None:
     """
     if settings.is_made(row):
         return
+    name_model(row, settings, "")
     if row.method == "threshold":
         _set_thresholds(row, settings, console)
         return

@@ -11,7 +11,7 @@ from eval.perplexity import PerplexityConfig, evaluate_perplexity
 from eval.records import append_record, eval_record
 from eval.study.make import Loaded, load
 from eval.study.plan import Row
-from eval.study.settings import Measured, Part, Settings
+from eval.study.settings import Measured, Part, Settings, name_model
 from eval.study.speed import speeds
 from eval.text import TokenizedText, read_text, tokenize
 from wide_jax.accounting import Accounting
@@ -25,6 +25,7 @@ Record = dict[str, Any]
 def measure(row: Row, part: Part, settings: Settings, console: Console) -> None:
     """Append what is missing of a part of this model to the results, as soon as it is known."""
     loaded = load(row, settings)
+    name_model(row, settings, loaded.fingerprint)
     measured = Measured.read(settings, {row.id: loaded.fingerprint})
     missing = measured.missing_tasks(row, part, settings)
     if not missing:

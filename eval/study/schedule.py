@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from eval.study.plan import Row
-from eval.study.settings import Measured, Part, Settings, parts_of
+from eval.study.settings import Measured, Part, Settings, models_at_hand, parts_of
 
 Work = Part | Literal["model"]
 LATE: dict[Work, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
@@ -114,7 +114,7 @@ def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
 
     A model that is made anew is another one: all of its row is measured again.
     """
-    measured = Measured.read(settings)
+    measured = Measured.read(settings, models_at_hand((job.row for job in jobs), settings))
     open_rows = {
         job.row.id: job.row
         for job in jobs

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +100,10 @@ class Settings:
         """The row's run folder."""
         return self.out / "rows" / row.id
 
+    def fingerprint(self, row: Row) -> Path:
+        """Names the row's model at hand, once it is known; empty while a new one is made."""
+        return self.out / "fingerprints" / row.id
+
     @property
     def locks(self) -> Path:
         """Where processes agree on whose turn it is."""
@@ -135,6 +140,21 @@ def parts_of(row: Row) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def models_at_hand(rows: Iterable[Row], settings: Settings) -> dict[str, str]:
+    """Of every row whose model is there and known, its fingerprint; empty: not measured yet."""
+    files = {row.id: settings.fingerprint(row) for row in rows}
+    return {name: file.read_text() for name, file in files.items() if file.exists()}
+
+
+def name_model(row: Row, settings: Settings, fingerprint: str) -> None:
+    """Write down which model of the row is at hand; empty: a new one is about to be made."""
+    file = settings.fingerprint(row)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{row.id}.{os.getpid()}")
+    unfinished.write_text(fingerprint)
+    unfinished.replace(file)
+
+
 def newest_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The model of each row's last record.
 
@@ -156,7 +176,7 @@ class Measured:
 
         Args:
             settings: of the study.
-            models: of rows whose model is at hand, its fingerprint: only records of it count; of
+            models: of rows whose model is known, its fingerprint: only records of it count; of
                 other rows those of `newest_models`.
 
         Raises:

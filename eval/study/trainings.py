@@ -1,11 +1,11 @@
 """What the training logs of measured rows say, as records beside their results.
 
 `python -m eval.study.trainings --out FOLDER`, with the folder of the runs: loss and gradient norm
-of every logged update, of the very training that the row's results are of.
+of every logged update, of the very training that the row's results are of. `make study` adds them
+by itself.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,8 @@ import tyro
 from eval.records import COMMON, append_record, read_records
 from eval.study.findings import planned
 from eval.study.plan import Row
-from eval.study.settings import newest_models
+from eval.study.settings import Settings, models_at_hand, newest_models
 from train import metrics
-from wide_jax.hf.config import read_json
-from wide_jax.hf.wide_folder import WIDE_CONFIG
 
 PART = "training"
 LOGGED = ("update", "lm_loss", "gradient_norm")
@@ -33,33 +31,23 @@ class Args:
     record: Path = Path("eval/results/study.jsonl")
 
 
-def trainings(
-    out: Path, record: Path, rows: Sequence[Row] | None = None
-) -> Iterator[dict[str, Any]]:
-    """A record of every row (by default, planned) with results, a log, and no such record yet."""
+def trainings(settings: Settings, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """A record of every row whose newest model is at hand with its log, and that has none yet."""
+    record = settings.record
     every = [found for _, found in read_records(record)] if record.exists() else []
-    models = newest_models(every)
+    models, at_hand = newest_models(every), models_at_hand(rows, settings)
     measured = {found["row"]: found for found in every}
-    known = {
-        found["row"]
-        for found in every
-        if found["part"] == PART and found["model"] == models[found["row"]]
-    }
-    for row in planned(every) if rows is None else rows:
-        folder = out / "rows" / row.id
-        if row.id in measured and row.id not in known and (folder / metrics.FILE).exists():
-            found = _record(row, folder, measured[row.id])
-            if found is not None:
-                yield found
+    known = {(found["row"], found["model"]) for found in every if found["part"] == PART}
+    for row in rows:
+        folder = settings.folder(row)
+        model = models.get(row.id)
+        same = model is not None and model == at_hand.get(row.id) and (row.id, model) not in known
+        if same and (folder / metrics.FILE).exists():
+            yield _record(row, metrics.read(folder), measured[row.id])
 
 
-def _record(row: Row, folder: Path, result: dict[str, Any]) -> dict[str, Any] | None:
-    """None: the log is of another training than the model beside it, or there is no model."""
-    lines = [json.loads(line) for line in (folder / metrics.FILE).read_text().splitlines()]
+def _record(row: Row, lines: Sequence[dict[str, Any]], result: dict[str, Any]) -> dict[str, Any]:
     log = [line for line in lines if line["kind"] == "train"]
-    config = folder / "model" / WIDE_CONFIG
-    if not config.exists() or read_json(config)["training"]["last_lm_loss"] != log[-1]["lm_loss"]:
-        return None
     shared = {name: result[name] for name in (*COMMON, "model", "recipe", "seed", "updates")}
     return shared | {
         "task": PART,
@@ -75,12 +63,19 @@ def _record(row: Row, folder: Path, result: dict[str, Any]) -> dict[str, Any] | 
     }
 
 
-def main(args: Args) -> None:
-    """Append the records, and say how many."""
-    found = list(trainings(args.out, args.record))
+def append_trainings(settings: Settings, rows: Sequence[Row]) -> int:
+    """Append the records; how many there were."""
+    found = list(trainings(settings, rows))
     for one in found:
-        append_record(args.record, one)
-    print(f"{len(found)} trainings added to {args.record}")
+        append_record(settings.record, one)
+    return len(found)
+
+
+def main(args: Args) -> None:
+    """Append the records of all planned rows, and say how many."""
+    every = [found for _, found in read_records(args.record)]
+    count = append_trainings(Settings(out=args.out, record=args.record), planned(every))
+    print(f"{count} trainings added to {args.record}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ class Workers:
     """Workers that are started as they are needed, at most `most` at once."""
 
     def __init__(self, command: Sequence[str], logs: Path, most: int):
-        """Of processes that run `command`, which calls `serve`; logs, one a job, go to a folder."""
+        """Of processes that run `command` and a number, the descriptor that it hands to `serve`.
+
+        Logs, one a job, go to the folder `logs`.
+        """
         self._command, self._logs, self._most = tuple(command), logs, most
         self._workers: list[_Worker] = []
 
@@ -64,13 +67,21 @@ class Workers:
 
 
 class _Worker:
+    """A process, its requests on its standard input, its answers on a pipe of their own."""
+
     def __init__(self, command: Sequence[str], kind: str, log: Path):
         self.kind, self.structures, self.busy = kind, set[str](), False
+        self._answers, theirs = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:  # of before it takes its first job
+        with log.open("ab") as early:  # what is said before the first job is taken
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                (*command, str(theirs)),
+                stdin=subprocess.PIPE,
+                stdout=early,
+                stderr=early,
+                pass_fds=(theirs,),
             )
+        os.close(theirs)
 
     @property
     def alive(self) -> bool:
@@ -80,7 +91,7 @@ class _Worker:
         request = _Request(job.name, rehearsal, str(log))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ended just now: `answer` says so
-            self._process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
+            self._process.stdin.write(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
             self._process.stdin.flush()
         self.busy = True
         self.structures.add(job.row.structure)
@@ -88,11 +99,9 @@ class _Worker:
 
     def answer(self) -> int | None:
         """The job's exit status, or that of a process that ended without one; None: not yet."""
-        answers = self._process.stdout
-        assert answers is not None
-        if not select.select([answers], [], [], 0)[0]:
+        if not select.select([self._answers], [], [], 0)[0]:
             return None
-        if answers.readline():
+        if os.read(self._answers, 1):
             self.busy = False
             return 0
         if self.alive:  # `serve` ends with what fails, and its process some time after
@@ -108,10 +117,12 @@ class _Worker:
 
     def wait(self, timeout: float | None = None) -> int:
         code = self._process.wait(timeout)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        if self._answers >= 0:
+            os.close(self._answers)
+            self._answers = -1
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         return code
 
 
@@ -139,14 +150,12 @@ class _Request:
     log: str
 
 
-def serve(work: Callable[[str, bool], None]) -> int:
+def serve(work: Callable[[str, bool], None], answers: int) -> int:
     """Do the jobs named on the standard input, each with its log, until that ends or one fails.
 
-    `work` takes a job's name and whether it is only rehearsed. What it and its libraries print is
-    in the log: all that goes to the standard output is a line after each job that is done, and its
-    end after one that failed.
+    `work` takes a job's name and whether it is only rehearsed; what it and its libraries print is
+    in the log. The file descriptor `answers` gets a byte after each job that is done.
     """
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     for line in sys.stdin:
         request = _Request(**json.loads(line))
         _log_to(Path(request.log))
@@ -154,11 +163,14 @@ def serve(work: Callable[[str, bool], None]) -> int:
             work(request.job, request.rehearsal)
         except Exception:
             traceback.print_exc()
-            return 1
+            break
         _flush()
-        print(0, file=answers)
+        os.write(answers, b".")
         gc.collect()  # what the job had on the device
-    return 0
+    else:
+        return 0
+    os.close(answers)
+    return 1
 
 
 def _log_to(path: Path) -> None:

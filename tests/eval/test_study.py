@@ -38,6 +38,8 @@ from eval.study.schedule import Job, is_ready, jobs_of, missing, with_parents
 from eval.study.settings import CONTENTS, Measured, Settings, check_contents, parts_of
 from eval.study.trainings import trainings
 from tests.eval.conftest import TINY, tiny_model
+from train.evaluate import make_skips
+from train.records import to_record
 from wide_jax.hf.pretrained import tensors_of
 from wide_jax.hf.save import save_model
 from wide_jax.shapes import SHAPES, shape
@@ -239,38 +241,41 @@ def test_a_trained_row_is_made_measured_and_known(settings, console):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_one_row_trains_at_a_time(settings, console, tmp_path):
-    """Another waits before its first update, compiled; its turn ends with its last one."""
+def test_one_row_trains_at_a_time(settings, console, tmp_path, monkeypatch):
+    """Another waits before its first update, compiled; its turn ends with its last update."""
     row, other = ROWS[WIDE], dataclasses.replace(settings, out=tmp_path)
-    said, released = [], threading.Event()
+    happened, waits = [], threading.Event()
+    hold, absorb, cut = Lock.hold, to_record, make_skips
 
-    def watch():
-        with Lock(other.locks, "training") as training:
-            training.hold()
-            said.append("held")
-            while not list(tmp_path.glob("rows/*/config.yaml")):
-                time.sleep(0.01)
-            time.sleep(1.0)
-            said.append(_updates(tmp_path))
-        released.set()
+    def holding(self):
+        name = Path(self._file.name).name
+        if threading.current_thread() is trainer and name == "training":
+            happened.append("waits")
+            waits.set()
+        hold(self)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    while not said:
-        time.sleep(0.01)
-    make(row, other, console)
-    thread.join(timeout=60)
-    assert released.is_set()
-    assert said == ["held", []]
-    assert _updates(tmp_path) == [1]  # the last of two is logged
+    def recording(metrics, *args, **options):
+        happened.append(f"update {int(metrics.update)}")
+        return absorb(metrics, *args, **options)
+
+    def cutting(*args):
+        with Lock(other.locks, "training") as free:
+            hold(free)  # the training has let go of it
+            happened.append("cut")
+        return cut(*args)
+
+    monkeypatch.setattr(Lock, "hold", holding)
+    monkeypatch.setattr("train.run.to_record", recording)
+    monkeypatch.setattr("train.run.make_skips", cutting)
+    trainer = threading.Thread(target=make, args=(row, other, console), daemon=True)
     with Lock(other.locks, "training") as training:
-        training.hold()  # free again
-
-
-def _updates(folder):
-    logs = [path.read_text() for path in folder.glob("rows/*/metrics.jsonl")]
-    lines = [json.loads(line) for log in logs for line in log.splitlines()]
-    return [line["update"] for line in lines if line["kind"] == "train"]
+        training.hold()
+        trainer.start()
+        assert waits.wait(timeout=120)
+        time.sleep(0.2)  # for an update that does not wait
+        happened.append("released")
+    trainer.join(timeout=120)
+    assert happened == ["waits", "released", "update 0", "update 1", "cut"]
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -303,30 +308,24 @@ def test_figures_of_another_training_do_not_stand_beside_the_newest(settings, co
 
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_a_measured_rows_training_log_is_recorded_once(settings, console, tmp_path):
-    row = ROWS[WIDE]
-    make(row, settings, console)
-    measure(row, "perplexity", settings, console)
-    record = tmp_path / "study.jsonl"
-    assert list(trainings(settings.out, record, [row])) == []  # nothing is measured
-    for one in records(settings):
-        if one["row"] == WIDE:
-            append_record(record, one)
-    [found] = trainings(settings.out, record, [row])
+    row, own = ROWS[WIDE], dataclasses.replace(settings, record=tmp_path / "study.jsonl")
+    make(row, own, console)
+    assert list(trainings(own, [row])) == []  # nothing is measured
+    measure(row, "perplexity", own, console)
+    [found] = trainings(own, [row])
+    [measured] = records(own)
+    assert found["model"] == measured["model"]
     lines = (settings.folder(row) / "metrics.jsonl").read_text().splitlines()
     [last] = [json.loads(line) for line in lines if '"train"' in line]
     assert found["log"] == {name: [last[name]] for name in ("update", "lm_loss", "gradient_norm")}
-    assert found["model"] == one["model"]
     assert "| `wide` | 1 | 1 |" in document.training_table(
         {WIDE: Result(row, {("training", "training", "lm_loss"): found}, {})}
     )
-    append_record(record, found)
-    assert list(trainings(settings.out, record, [row])) == []
-    # A log beside the model of another training says nothing of this one.
-    other = tmp_path / "rows" / WIDE
-    shutil.copytree(settings.folder(row), other)
-    (other / "metrics.jsonl").write_text(json.dumps(last | {"lm_loss": 1.0}) + "\n")
-    record.write_text("".join(json.dumps(r) + "\n" for r in records(settings)))
-    assert [one["row"] for one in trainings(tmp_path, record, [row])] == []
+    append_record(own.record, found)
+    assert list(trainings(own, [row])) == []
+    # The log beside another model than the one that was measured last says nothing of it.
+    append_record(own.record, measured | {"model": "another"})
+    assert list(trainings(own, [row])) == []
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -693,6 +692,12 @@ def test_models_that_are_gone_are_made_and_measured_again(settings, console, emp
     folder.mkdir(parents=True)
     (folder / "wide_config.json").touch()
     assert missing(jobs, empty) == (jobs[3],)  # stage 1 is not needed by a stage 2 that is there
+    shutil.rmtree(empty.folder(later))
+    # A kill between making a model anew and measuring it leaves its row to be measured.
+    make(row, empty, console)
+    assert missing([jobs[0], jobs[2]], empty) == (jobs[2],)
+    measure(row, "perplexity", empty, console)
+    assert missing([jobs[0], jobs[2]], empty) == ()
 
 
 def test_a_task_killed_between_its_metrics_is_measured_again(empty):

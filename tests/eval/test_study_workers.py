@@ -15,6 +15,7 @@ FINE, COARSE = "wide-g8-h2-separate-50-s1-u2", "wide-g16-h2-separate-50-s1-u2"
 # Says in each job's log which process does it; jobs of the dense row fail, and one kills itself.
 WORK = """
 import os, sys
+print("said while it was imported", flush=True)
 from eval.study.workers import serve
 
 def work(name, rehearsal):
@@ -25,7 +26,7 @@ def work(name, rehearsal):
     if name == "dense.perplexity":
         os.kill(os.getpid(), 9)
 
-sys.exit(serve(work))
+sys.exit(serve(work, int(sys.argv[1])))
 """
 
 
@@ -53,7 +54,9 @@ def ended(given):
 
 
 def process(logs, name):
-    return int((logs / f"{name}.log").read_text().split()[0])
+    lines = (logs / f"{name}.log").read_text().splitlines()
+    job = name.removesuffix(".rehearsal")
+    return next(int(line.split()[0]) for line in lines if line.split()[1] == job)
 
 
 def alive(number):
@@ -68,7 +71,8 @@ def test_jobs_of_a_kind_share_a_process_and_have_a_log_each(workers, logs):
     for name, part in ((FINE, "errors"), (COARSE, "tasks"), (FINE, "model")):
         assert ended(workers.start(job(name, part), False)) == 0
     text = (logs / f"{FINE}.errors.log").read_text()
-    assert text.splitlines()[0].endswith(f"{FINE}.errors False")
+    assert text.splitlines()[0] == "said while it was imported"
+    assert text.splitlines()[1].endswith(f"{FINE}.errors False")
     assert "from a child" in text
     first = process(logs, f"{FINE}.errors")
     assert process(logs, f"{COARSE}.tasks") == first
@@ -79,7 +83,7 @@ def test_a_rehearsal_is_a_kind_of_its_own(workers, logs):
     assert ended(workers.start(job(FINE, "model"), False)) == 0
     assert ended(workers.start(job(FINE, "model"), True)) == 0
     rehearsed = (logs / f"{FINE}.model.rehearsal.log").read_text()
-    assert rehearsed.splitlines()[0].endswith(" True")
+    assert rehearsed.splitlines()[1].endswith(" True")
     assert process(logs, f"{FINE}.model.rehearsal") != process(logs, f"{FINE}.model")
 
 
@@ -119,19 +123,21 @@ def test_what_is_measured_alone_finds_the_device_free(workers, logs):
 
 
 def test_a_process_that_takes_long_to_end_keeps_nobody_waiting(logs):
-    slow = WORK.replace(
-        "sys.exit(serve(work))", "serve(work); os.close(1); import time; time.sleep(5)"
-    )
+    slow = WORK + "import time; time.sleep(20)"
+    slow = slow.replace("sys.exit(serve(work, int(sys.argv[1])))", "serve(work, int(sys.argv[1]))")
     with Workers([sys.executable, "-c", slow], logs, most=2) as workers:
-        failing, other = (
-            workers.start(job(*one), False) for one in (("dense", "tasks"), (FINE, "model"))
-        )
+        failing = workers.start(job("dense", "tasks"), False)
+        log = logs / "dense.tasks.log"
+        deadline = time.monotonic() + 60
+        while "no such task" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         before = time.monotonic()
-        assert ended(other) == 0
-        while time.monotonic() < before + 2:
-            looked = time.monotonic()
-            assert failing.poll() is None or time.monotonic() > before + 2
-            assert time.monotonic() < looked + 1
+        assert failing.poll() is None  # it has failed, and its process lives on for 20 s
+        assert ended(workers.start(job(FINE, "model"), False)) == 0
+        assert failing.poll() is None
+        assert time.monotonic() < before + 20
+        failing.terminate()
         assert ended(failing) != 0
 
 
