@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = tyro.cli(Args, args=argv, prog="python -m eval.study")
     console = Console()
-    rows = with_parents([row for row in plan(args.recipe) if _matches(row.id, args.only)])
+    planned = plan(args.recipe)
+    rows = with_parents([row for row in planned if _matches(row.id, args.only)], planned)
     every = [job for job in jobs_of(rows) if job.part == "model" or _matches(job.part, args.parts)]
     named = {job.name: job for job in every}
     if args.job is not None and args.job not in named:

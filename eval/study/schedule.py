@@ -134,12 +134,16 @@ def missing(jobs: Sequence[Job], settings: Settings) -> tuple[Job, ...]:
     )
 
 
-def with_parents(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows and the stage-1 rows that they start from, each once."""
+def with_parents(rows: Sequence[Row], every: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows and the stage-1 rows that they start from, as the plan `every` has them, each once.
+
+    What is measured of a stage-2 row beside its tasks need not be measured of its stage 1.
+    """
+    planned = {row.id: row for row in every}
     found: dict[str, Row] = {}
     for row in rows:
         if row.parent is not None:
-            found.setdefault(row.parent.id, row.parent)
+            found.setdefault(row.parent.id, planned[row.parent.id])
         found.setdefault(row.id, row)
     return tuple(found.values())
 

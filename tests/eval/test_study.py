@@ -207,7 +207,9 @@ def test_the_first_wave_comes_whole_before_the_second():
 
 
 def test_choosing_a_stage_2_row_brings_its_stage_1():
-    assert [row.id for row in with_parents([ROWS[STAGE2]])] == [WIDE, STAGE2]
+    found = with_parents([ROWS[STAGE2]], plan(RECIPE))
+    assert [row.id for row in found] == [WIDE, STAGE2]
+    assert ["generation" in parts_of(row) for row in found] == [False, True]
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
