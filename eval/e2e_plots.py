@@ -10,9 +10,8 @@ from typing import Any
 
 import matplotlib.figure
 
-from eval.records import read_records
+from eval.records import RESULTS, read_records
 
-RESULTS = Path(__file__).parent / "results"
 MODEL, DEVICE, TOKENS = "llama-3.1-8b-shape", "NVIDIA H200", 16_384  # of the documents
 
 

@@ -12,10 +12,9 @@ import matplotlib.figure
 import matplotlib.ticker
 
 from eval import records
+from eval.records import RESULTS
 from pallas_kernels._common import tuned
 from pallas_kernels._common.tuned import Entry, Table
-
-RESULTS = Path(__file__).parent / "results"
 
 MARKERS = "osD^vP*X"
 

@@ -38,6 +38,7 @@ FIELDS: Mapping[Suite, tuple[str, ...]] = {
     "study": (*_EVAL, "row", "part", "settings"),
     "parity": ("model", "task", "n", "token_ids_equal", "max_difference", "accuracy"),
 }
+RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "triton", "jax_triton", "flax")
 
 

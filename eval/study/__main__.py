@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.argv = [*given, "--job", name]  # records name the command that makes them
             _work(named[name], args, console, rehearsal=rehearsal)
 
-        return serve(work, args.serve)
+        serve(work, args.serve)
+        return 0
     left = missing(every, args)
     show(console, every, left, args)
     if args.dry_run or not left:

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 
 from eval.report import draw
 from eval.study.expectations import expectations
-from eval.study.figures import figures, ordinary
+from eval.study.figures import alike, figures, ordinary
 from eval.study.findings import (
     Result,
     Results,
@@ -185,23 +186,16 @@ def _rivals(row: Row, results: Results) -> list[Result]:
     """What an ordinary WIDE row is compared with: other methods, and its own stage 1."""
     if row.method != "wide" or not ordinary(row):
         return []
-    alike = [
-        other
-        for other in results.values()
-        if other.row.method in ("depth", "static", "layer")
-        and ordinary(other.row)
-        and (other.row.target, other.row.stage) == (row.target, row.stage)
-        and other.row.updates == row.updates
-    ]
+    rivals = alike(row, results, ("depth", "static", "layer"))
     if row.stage == 1:
-        alike += [
+        rivals += [
             other
             for other in results.values()
             if other.row.method == "threshold" and other.row.target == row.target
         ]
     if row.parent is not None and row.parent.id in results:
-        alike.append(results[row.parent.id])
-    return alike
+        rivals.append(results[row.parent.id])
+    return rivals
 
 
 def errors_table(results: Results) -> str:
@@ -225,21 +219,20 @@ def errors_table(results: Results) -> str:
 
 def training_table(results: Results) -> str:
     """How trainings went, by method and stage: gradient norms of the second half of each run."""
-    groups: dict[tuple[str, int], list[Result]] = {}
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for result in results.values():
-        if result.part(PART) is not None:
-            groups.setdefault((result.row.method, result.row.stage), []).append(result)
+        if (log := result.part(PART)) is not None:
+            groups.setdefault((result.row.method, result.row.stage), []).append(log)
     lines = [
         "| method | stage | runs | gradient norm, median | largest | last loss, nats |",
         "|---|---|---|---|---|---|",
     ]
-    for (method, stage), members in sorted(groups.items()):
-        logs = [log for one in members if (log := one.part(PART)) is not None]
+    for (method, stage), logs in sorted(groups.items()):
         norms = [log["log"]["gradient_norm"] for log in logs]
         late = np.concatenate([np.asarray(norm)[len(norm) // 2 :] for norm in norms])
         low, high = (bound(log["value"] for log in logs) for bound in (min, max))
         lines.append(
-            f"| `{method}` | {stage} | {len(members)} | {_number(float(np.median(late)), 1)} | "
+            f"| `{method}` | {stage} | {len(logs)} | {_number(float(np.median(late)), 1)} | "
             f"{_number(float(late.max()), 1)} | {low:.2f} to {high:.2f} |"
         )
     return "\n".join(lines) if len(lines) > 2 else NOTHING

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from eval.study.figures import ordinary
+from eval.study.figures import alike, ordinary
 from eval.study.findings import Result, Results, difference
 from eval.study.plan import Recipe
 
@@ -29,29 +29,23 @@ def _depth(results: Results) -> Iterator[Line]:
 
 
 def _groups(results: Results) -> Iterator[Line]:
+    expected = {1: "finer groups are better", 2: "group sizes are nearly equal"}
     sizes = sorted({Recipe().group, *Recipe().groups})
-    alike = [
-        result
-        for result in _wide(results, target=0.5, attn_group=Recipe().heads)
-        if result.row.budget == "separate" and result.perplexity is not None
-    ]
-    for stage, expected in ((1, "finer groups are better"), (2, "group sizes are nearly equal")):
-        for length in sorted({result.row.updates or 0 for result in alike}):
-            found = {
-                result.row.ffn_group: result.perplexity.value
-                for result in alike
-                if result.perplexity is not None
-                and (result.row.stage, result.row.updates) == (stage, length)
-            }
-            if found.keys() == set(sizes):
-                listed = ", ".join(f"{found[size]:.1f}" for size in sizes)
-                spread = max(found.values()) / min(found.values())
-                yield (
-                    expected,
-                    f"50 %, stage {stage}, {length} updates, groups of "
-                    f"{', '.join(map(str, sizes))}",
-                    f"perplexity {listed}: the worst is {spread:.2f} times the best",
-                )
+    runs: dict[tuple[int, int], dict[int | None, float]] = {}  # by stage and length, then size
+    for result in _wide(results, target=0.5, attn_group=Recipe().heads, budget="separate"):
+        if result.perplexity is not None:
+            run = runs.setdefault((result.row.stage, result.row.updates or 0), {})
+            run[result.row.ffn_group] = result.perplexity.value
+    for (stage, length), found in sorted(runs.items()):
+        if found.keys() != set(sizes):
+            continue
+        listed = ", ".join(f"{found[size]:.1f}" for size in sizes)
+        spread = max(found.values()) / min(found.values())
+        yield (
+            expected[stage],
+            f"50 %, stage {stage}, {length} updates, groups of {', '.join(map(str, sizes))}",
+            f"perplexity {listed}: the worst is {spread:.2f} times the best",
+        )
 
 
 def _allocation(results: Results) -> Iterator[Line]:
@@ -79,16 +73,8 @@ def _accumulation(results: Results) -> Iterator[Line]:
 def _pairs(results: Results) -> Iterator[tuple[Result, Result]]:
     """Ordinary WIDE rows, each with depth routing of the same target, stage and length."""
     for wide in _wide(results):
-        if not ordinary(wide.row):
-            continue
-        for other in results.values():
-            same = (other.row.target, other.row.stage, other.row.updates)
-            if (
-                other.row.method == "depth"
-                and ordinary(other.row)
-                and same == (wide.row.target, wide.row.stage, wide.row.updates)
-            ):
-                yield wide, other
+        if ordinary(wide.row):
+            yield from ((wide, depth) for depth in alike(wide.row, results, ("depth",)))
 
 
 def _wide(results: Results, **fields: object) -> Sequence[Result]:

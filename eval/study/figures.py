@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from eval.report import Figure, Point, Series
 from eval.study.findings import Result, Results, Value
-from eval.study.plan import Recipe, Row
+from eval.study.plan import Method, Recipe, Row
 
 
 def figures(results: Results) -> list[Figure]:
@@ -91,6 +91,18 @@ def ordinary(row: Row) -> bool:
     recipe = Recipe()
     sizes = row.ffn_group in (None, recipe.group) and row.attn_group in (None, recipe.heads)
     return sizes and row.budget in (None, "separate") and row.distill == "off" and not row.seed
+
+
+def alike(row: Row, results: Results, methods: Sequence[Method]) -> list[Result]:
+    """The ordinary rows of these methods that have the row's target, stage and length."""
+    same = (row.target, row.stage, row.updates)
+    return [
+        other
+        for other in results.values()
+        if other.row.method in methods
+        and ordinary(other.row)
+        and (other.row.target, other.row.stage, other.row.updates) == same
+    ]
 
 
 def _name(row: Row) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
-import os
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from eval.check_values import WIKITEXT
 from eval.records import read_records
 from eval.study.plan import GENERATION, LARGE_SHAPE, OWN_SHAPE, TASKS, Row
+from wide_jax.cli.files import write_json
 from wide_jax.hf.config import read_config
 from wide_jax.hf.load import find_weights
 from wide_jax.hf.resolve import resolve_model
@@ -143,16 +144,14 @@ def parts_of(row: Row) -> tuple[Part, ...]:
 def models_at_hand(rows: Iterable[Row], settings: Settings) -> dict[str, str]:
     """Of every row whose model is there and known, its fingerprint; empty: not measured yet."""
     files = {row.id: settings.fingerprint(row) for row in rows}
-    return {name: file.read_text() for name, file in files.items() if file.exists()}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def name_model(row: Row, settings: Settings, fingerprint: str) -> None:
     """Write down which model of the row is at hand; empty: a new one is about to be made."""
     file = settings.fingerprint(row)
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{row.id}.{os.getpid()}")
-    unfinished.write_text(fingerprint)
-    unfinished.replace(file)
+    write_json(file, fingerprint)
 
 
 def newest_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:

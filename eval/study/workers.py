@@ -15,7 +15,6 @@ import os
 import select
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,22 +40,25 @@ class Workers:
 
     def start(self, job: Job, rehearsal: bool) -> "Given":
         """Give the job to a worker: one of its kind, before others one that knows its structure."""
-        self._end([worker for worker in self._workers if not worker.busy and not worker.alive])
-        idle = [worker for worker in self._workers if not worker.busy]
         kind = "rehearsal" if rehearsal else job.kind
         log = self._logs / f"{job.name}{'.rehearsal' if rehearsal else ''}.log"
-        same = [worker for worker in idle if worker.kind == kind]
-        others = [worker for worker in idle if worker.kind != kind]
-        self._end([worker for worker in others if job.exclusive or worker.kind in EXCLUSIVE])
-        others = [worker for worker in others if worker in self._workers]
-        known = [worker for worker in same if job.row.structure in worker.structures]
-        worker = next(iter([*known, *same]), None)
+
+        def is_in_the_way(worker: _Worker) -> bool:
+            return worker.kind != kind and (job.exclusive or worker.kind in EXCLUSIVE)
+
+        self._end([one for one in self._idle if not one.alive or is_in_the_way(one)])
+        same = [one for one in self._idle if one.kind == kind]
+        worker = min(same, key=lambda one: job.row.structure not in one.structures, default=None)
         if worker is None:
             if len(self._workers) >= self._most:
-                self._end(others[:1])
+                self._end(self._idle[:1])
             worker = _Worker(self._command, kind, log)
             self._workers.append(worker)
         return worker.give(job, rehearsal, log)
+
+    @property
+    def _idle(self) -> list["_Worker"]:
+        return [worker for worker in self._workers if not worker.busy]
 
     def _end(self, workers: Sequence["_Worker"]) -> None:
         for worker in workers:
@@ -104,7 +106,7 @@ class _Worker:
         if os.read(self._answers, 1):
             self.busy = False
             return 0
-        if self.alive:  # `serve` ends with what fails, and its process some time after
+        if self.alive:  # it has closed its end, and takes its time to go
             return None
         self.busy = False
         return self.wait() or 1
@@ -150,35 +152,24 @@ class _Request:
     log: str
 
 
-def serve(work: Callable[[str, bool], None], answers: int) -> int:
+def serve(work: Callable[[str, bool], None], answers: int) -> None:
     """Do the jobs named on the standard input, each with its log, until that ends or one fails.
 
     `work` takes a job's name and whether it is only rehearsed; what it and its libraries print is
-    in the log. The file descriptor `answers` gets a byte after each job that is done.
+    in the log, and what it raises ends the process. The file descriptor `answers` gets a byte after
+    each job that is done.
     """
     for line in sys.stdin:
         request = _Request(**json.loads(line))
         _log_to(Path(request.log))
-        try:
-            work(request.job, request.rehearsal)
-        except Exception:
-            traceback.print_exc()
-            break
-        _flush()
+        work(request.job, request.rehearsal)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         os.write(answers, b".")
         gc.collect()  # what the job had on the device
-    else:
-        return 0
-    os.close(answers)
-    return 1
 
 
 def _log_to(path: Path) -> None:
     with path.open("ab") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

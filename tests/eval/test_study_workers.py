@@ -26,7 +26,7 @@ def work(name, rehearsal):
     if name == "dense.perplexity":
         os.kill(os.getpid(), 9)
 
-sys.exit(serve(work, int(sys.argv[1])))
+serve(work, int(sys.argv[1]))
 """
 
 
@@ -123,8 +123,19 @@ def test_what_is_measured_alone_finds_the_device_free(workers, logs):
 
 
 def test_a_process_that_takes_long_to_end_keeps_nobody_waiting(logs):
-    slow = WORK + "import time; time.sleep(20)"
-    slow = slow.replace("sys.exit(serve(work, int(sys.argv[1])))", "serve(work, int(sys.argv[1]))")
+    slow = WORK.replace(
+        "serve(work, int(sys.argv[1]))",
+        """
+import time, traceback
+try:
+    serve(work, int(sys.argv[1]))
+except ValueError:
+    traceback.print_exc()
+    os.close(int(sys.argv[1]))
+    time.sleep(20)
+    raise
+""",
+    )
     with Workers([sys.executable, "-c", slow], logs, most=2) as workers:
         failing = workers.start(job("dense", "tasks"), False)
         log = logs / "dense.tasks.log"
