@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from scipy.stats import binomtest
 
 from eval.report import draw
 from eval.study.expectations import expectations
@@ -112,26 +113,31 @@ def task_table(results: Results, rows: Sequence[Row], part: str = "tasks") -> st
 
 
 def generation_table(results: Results) -> str:
-    """GSM8K by its two ways of reading an answer, in %."""
+    """GSM8K by its two ways of reading an answer, in %, with Wilson's intervals.
+
+    They hold near 0 too, where a deviation says that nothing can be wrong.
+    """
     lines = ["| row | metric | exact match, % |", "|---|---|---|"]
     for name, result in results.items():
         for (part, task, metric), record in result.records.items():
             if (part, task) == ("generation", GENERATION):
-                value = Value(record["value"], record["stderr"])
-                lines.append(f"| `{name}` | {metric} | {interval(value, 1, 100)} |")
+                right = binomtest(round(record["value"] * record["n"]), record["n"])
+                low, high = right.proportion_ci(method="wilson")
+                share = f"{100 * record['value']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+                lines.append(f"| `{name}` | {metric} | {share} |")
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
 def seed_table(results: Results) -> str:
-    """Rows that differ in nothing but the seed: the spread of their perplexities."""
+    """Rows that differ in nothing but the seed: the spread of their figures."""
     groups: dict[str, list[Result]] = {}
     for result in results.values():
         if result.row.stage and result.perplexity is not None:
             same = dataclasses.replace(result.row, seed=0).id
             groups.setdefault(same, []).append(result)
     lines = [
-        "| row | seeds | perplexities | mean loss, nats | deviation |",
-        "|---|---|---|---|---|",
+        "| row | seeds | perplexities | mean loss, nats | deviation | means of 7 tasks, % |",
+        "|---|---|---|---|---|---|",
     ]
     for name, members in groups.items():
         if len(members) < 2:
@@ -142,7 +148,8 @@ def seed_table(results: Results) -> str:
         spread = math.sqrt(sum((x - mean) ** 2 for x in losses) / (len(losses) - 1))
         seeds = ", ".join(str(r.row.seed) for r in members)
         listed = ", ".join(interval(r.perplexity).partition(" ")[0] for r in members)
-        lines.append(f"| `{name}` | {seeds} | {listed} | {mean:.3f} | {spread:.3f} |")
+        tasks = ", ".join(interval(r.mean(), 1, 100).partition(" ")[0] or "none" for r in members)
+        lines.append(f"| `{name}` | {seeds} | {listed} | {mean:.3f} | {spread:.3f} | {tasks} |")
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
@@ -156,7 +163,7 @@ def perplexity_interval(result: Result) -> str:
 
 
 def comparison_table(results: Results) -> str:
-    """Pairs of rows of one target, stage and length: whose loss is lower, window by window."""
+    """Pairs of rows of one target: whose loss is lower, window by window."""
     lines = [
         "| row | against | difference of loss, nats | FLOPs skipped, % |",
         "|---|---|---|---|",
@@ -183,9 +190,16 @@ def expectation_table(results: Results) -> str:
 
 
 def _rivals(row: Row, results: Results) -> list[Result]:
-    """What an ordinary WIDE row is compared with: other methods, and its own stage 1."""
-    if row.method != "wide" or not ordinary(row):
+    """What a WIDE row is compared with.
+
+    An ordinary one with other methods, its own stage 1 and shorter runs of it; a distilled one with
+    the row without.
+    """
+    if row.method != "wide":
         return []
+    if not ordinary(row):
+        plain = dataclasses.replace(row, distill="off")
+        return [results[plain.id]] if ordinary(plain) and plain.id in results else []
     rivals = alike(row, results, ("depth", "static", "layer"))
     if row.stage == 1:
         rivals += [
@@ -195,7 +209,13 @@ def _rivals(row: Row, results: Results) -> list[Result]:
         ]
     if row.parent is not None and row.parent.id in results:
         rivals.append(results[row.parent.id])
-    return rivals
+    return rivals + [
+        other
+        for other in results.values()
+        if ordinary(other.row)
+        and (other.row.method, other.row.target, other.row.stage) == ("wide", row.target, row.stage)
+        and (other.row.updates or 0) < (row.updates or 0)
+    ]
 
 
 def errors_table(results: Results) -> str:

@@ -116,14 +116,17 @@ def read(record: Path) -> Results:
 
 
 def planned(records: Iterable[Mapping[str, Any]] = ()) -> tuple[Row, ...]:
-    """The plan's rows, and those of the shorter or longer runs that have been made of it."""
+    """The plan's rows, and those of the shorter or longer runs that have been made of it.
+
+    Wave by wave, in each first the plan's own.
+    """
     default = Recipe()
     lengths = {r["updates"] for r in records if r["updates"] is not None}
     lengths -= {default.updates, default.long_updates}
     every = {row.id: row for row in plan(default)}
     for updates in sorted(lengths):
         every |= {row.id: row for row in plan(dataclasses.replace(default, updates=updates))}
-    return tuple(every.values())
+    return tuple(sorted(every.values(), key=lambda row: row.wave))
 
 
 def retention(value: Value | None, dense: Value | None) -> Value | None:

@@ -809,6 +809,31 @@ def test_the_document_says_what_the_records_say(study_file, tmp_path):
     assert (tmp_path / "study" / "loss.svg").exists()
 
 
+def test_what_sets_a_row_apart_is_compared_with_the_row_without(study_file):
+    """Of distillation and of length: what else is alike, and no other stage, target or seed."""
+    wide = "`wide-g64-h3-separate-50-s1-u500"
+    rows = {row.id: row for row in plan()}
+    fields = ("perplexity", "wikitext2", "token_perplexity", 30.0)
+    windows = {"window_losses": [1.0, 2.0, 3.0, 4.0], "windows": 4}
+    append_record(study_file, entry(rows[wide[1:] + "-distill_beside"], *fields, **windows))
+    append_record(study_file, entry(rows["wide-g64-h3-separate-25-s1-u500"], *fields, **windows))
+    pairs = [
+        line.split(" | ")[:2] for line in document.comparison_table(read(study_file)).split("\n")
+    ]
+    assert pairs[2:] == [
+        [f"| {wide}`", "`wide-g64-h3-separate-50-s1-u300`"],
+        [f"| {wide}-distill_beside`", f"{wide}`"],
+    ]
+
+
+def test_an_answer_never_right_is_not_known_to_be_impossible(study_file):
+    """Wilson's interval of 0 of 500 ends at 1.96² / (500 + 1.96²)."""
+    [dense] = [row for row in plan() if row.method == "dense"]
+    append_record(study_file, entry(dense, "generation", "gsm8k", "strict-match", 0.0, 0.0))
+    table = document.generation_table(read(study_file))
+    assert table.splitlines()[2:] == ["| `dense` | strict-match | 0.0 (0.0 to 0.8) |"]
+
+
 def test_the_speed_table_has_a_line_a_shape_and_phase(study_file):
     assert document.speed_table(read(study_file)) == document.NOTHING
     rows = {row.id: row for row in plan()}
