@@ -1,6 +1,7 @@
 """The key-value cache: a static buffer per layer whose slot number is the token's position."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,7 @@ class KVCache:
     def empty(cls, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> "KVCache":
         """A cache for `batch` rows of up to `capacity` tokens."""
         shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-        layers = tuple(
-            LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), step_counter())
-            for _ in range(config.num_hidden_layers)
-        )
-        return cls(layers, jnp.zeros((batch,), jnp.int32))
+        return _empty(config.num_hidden_layers, shape, jnp.dtype(dtype))
 
     def check_room(self, new_tokens: int) -> None:
         """Raise ValueError unless every row has slots for `new_tokens` more. Waits for the device.
@@ -69,3 +66,13 @@ class KVCache:
                 f"the cache has {self.capacity} slots a row and {longest} are filled: "
                 f"{new_tokens} more do not fit; make one with capacity >= {longest + new_tokens}"
             )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(layers: int, shape: tuple[int, ...], dtype: jnp.dtype) -> KVCache:
+    """One program: array by array, the host would take milliseconds."""
+    made = [
+        LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), step_counter())
+        for _ in range(layers)
+    ]
+    return KVCache(tuple(made), jnp.zeros(shape[:1], jnp.int32))

@@ -51,6 +51,9 @@ class Args(Settings):
     jobs: int = 1
     """Jobs side by side. One trains at a time; others measure beside it, but for speed, which is
     measured alone."""
+    making: int = 2
+    """How many of them may make a model: one trains while the next starts. Each keeps 20 to 40 GiB
+    of the device's memory (135M parameters, 32,768 tokens an update): 1 on a smaller card."""
     ahead: int = 0
     """Processes more that compile the trainings to come, each program once for all rows of it."""
     job: str | None = None
@@ -101,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args,
             workers.start,
             slots=args.jobs,
+            making=args.making,
             ahead=args.ahead,
             deadline=deadline,
             say=lambda line: console.print(line, highlight=False, soft_wrap=True),

@@ -17,10 +17,6 @@ from eval.study.settings import Measured, Part, Settings, models_at_hand, parts_
 Work = Part | Literal["model"]
 LATE: dict[Work, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
 EXCLUSIVE: frozenset[Part] = frozenset({"speed"})  # nothing runs beside them
-# Models made at once: one trains while the next starts. A process keeps a training's 20 to 30 GiB
-# until it ends.
-MAKING = 2
-
 # Seconds on one H200, for the estimate of `--dry-run`: of an update of 32,768 tokens of the 135M
 # model, and of perplexity and errors, as rows of 300 updates took; the rest is guessed.
 SECONDS_AN_UPDATE = {1: 0.092, 2: 0.125}
@@ -183,6 +179,7 @@ def run(
     start: Start,
     *,
     slots: int,
+    making: int,
     ahead: int = 0,
     deadline: float | None = None,
     say: Callable[[str], None] = print,
@@ -191,7 +188,7 @@ def run(
 ) -> Outcome:
     """Run the jobs, at most `slots` at once, until all are done or the deadline has come.
 
-    A free slot takes the first job that can start, but no more than `MAKING` of them make a model.
+    A free slot takes the first job that can start, but no more than `making` of them make a model.
     With `ahead`, trainings wait until a rehearsal has compiled their program, one for all rows of
     it, in processes beside the slots. When the turn of an exclusive one comes, nothing is started
     until it has run alone.
@@ -201,6 +198,7 @@ def run(
         settings: of the study.
         start: gives a job to a process.
         slots: processes at once, rehearsals not counted.
+        making: how many of them may make a model.
         ahead: rehearsals at once; 0: every training compiles for itself.
         deadline: of `clock`, in seconds; then what runs is ended.
         say: called with a line for people.
@@ -226,7 +224,7 @@ def run(
             return True
         if ahead and _trains(job) and job.row.program not in compiled:
             return False
-        return sum(one.part == "model" for one in busy()) < MAKING
+        return sum(one.part == "model" for one in busy()) < making
 
     def busy() -> list[Job]:
         return [job for job, started in running.items() if not started.rehearsal]

@@ -545,9 +545,10 @@ class Machine:
         return self.now
 
 
-def run(settings, jobs, machine, **options):
+def run(settings, jobs, machine, *, making=2, **options):
+    times = {"pause": 0.0, "clock": machine.clock}
     return schedule.run(
-        jobs, settings, machine.start, pause=0.0, clock=machine.clock, say=lambda x: None, **options
+        jobs, settings, machine.start, making=making, say=lambda x: None, **times, **options
     )
 
 
@@ -630,8 +631,8 @@ def test_trainings_wait_for_their_programs_and_others_do_not(empty):
     assert collections.Counter(order).most_common(1)[0][1] == 1
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_few_trainings_hold_memory_at_once(empty, ahead):
+@pytest.mark.parametrize(("making", "ahead"), [(2, 0), (2, 1), (1, 1)])
+def test_few_trainings_hold_memory_at_once(empty, making, ahead):
     machine = Machine(empty)
     names = [WIDE, *(WIDE.replace("50", target) for target in ("25", "10", "30", "70"))]
     jobs = [Job(ROWS[name], "model") for name in names]
@@ -643,9 +644,9 @@ def test_few_trainings_hold_memory_at_once(empty, ahead):
         return process
 
     machine.start = watching
-    outcome = run(empty, jobs, machine, slots=8, ahead=ahead)
+    outcome = run(empty, jobs, machine, slots=8, making=making, ahead=ahead)
     assert len(outcome.finished) == len(jobs)
-    assert max(most) == schedule.MAKING
+    assert max(most) == making
 
 
 def test_one_rehearsal_serves_all_rows_of_its_program(empty):

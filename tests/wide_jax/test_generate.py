@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import RopeConfig, WideConfig
-from wide_jax.generate import DecodeSettings, decode_until, first_draw, generate
+from wide_jax.generate import DecodeSettings, Prepared, decode_until, first_draw, generate
 from wide_jax.routing import AllOn, Argmax
 from wide_jax.sampling import Sampler
 
@@ -81,6 +82,19 @@ def test_streamed_tokens_are_the_same_tokens_in_order(wide_model):
     for row, tokens in enumerate(whole.rows()):
         assert [token for piece in pieces for token in piece[row]] == tokens
     assert len(pieces) > 1
+
+
+def test_a_prepared_model_stays_what_it_was(wide_model):
+    model = nnx.clone(wide_model)
+    first = generate(model, PROMPTS, max_new_tokens=5, stop_ids=())
+    ready = Prepared.of(model)
+    norm = model.model.norm.weight
+    norm[...] = -norm[...]
+    changed = generate(model, PROMPTS, max_new_tokens=5, stop_ids=())
+    again = generate(ready, PROMPTS, max_new_tokens=5, stop_ids=())
+    np.testing.assert_array_equal(again.log_probs, first.log_probs)
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+    assert (changed.tokens != first.tokens).any()
 
 
 def test_usage_counts_prefill_and_decode_apart(wide_model):
