@@ -23,6 +23,13 @@ from rich.table import Table
 
 from eval import records
 from eval.carried_masks import SourceMasks, carried_variants, describe, described
+from eval.e2e_generate import (
+    WAITING,
+    best_dense,
+    routed_variant,
+    step_usage_of,
+    time_generate,
+)
 from eval.e2e_runs import (
     CompiledRun,
     Phase,
@@ -50,12 +57,15 @@ from wide_jax.accounting import (
 )
 from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.engine import split_on
+from wide_jax.generate import padded_sizes
 from wide_jax.kernels import Kernels
 from wide_jax.memory import estimate_memory
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced
 
 ELEMENT_BYTES = 2  # bf16
+SPARE = 1.1  # of an estimate of memory: masks of other variants, what XLA keeps a moment longer
+PROMPT = ("prefill", "ttft")  # phases whose time is a prompt's, not a token's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +88,11 @@ class E2EConfig:
     """Timed turns of every contender, 3 at least."""
     seconds_per_cell: float = 20.0
     """Fewer rounds (3 at least) where a cell would take longer."""
+    generate: bool = False
+    """Also time `generate` itself, as its caller does: the first token (ttft) and each one after it
+    (tpot), dense and by the model's own routers."""
+    prefill_chunk: int | None = None
+    """`generate` runs prompts in pieces of so many tokens; by default at once."""
     compile_alone: bool = False
     """Compile one contender at a time, to quote compile times."""
     profile: bool = False
@@ -95,10 +110,8 @@ class Measured:
     variant: Variant
     run: CompiledRun
     samples_ms: tuple[float, ...]
-    peak_gib: float | None
-    sparsity: float  # skipped (token, group) pairs, the mean of both modules
-    accounting: Accounting | None  # of the same masks; None: nothing is routed
-    ideal: float
+    accounting: Accounting | None  # of the very masks that ran; None: nothing is routed
+    ideal: float | None
     profile: Profile | None
 
     @property
@@ -136,7 +149,7 @@ def measure(
     if jax.default_backend() != "gpu":
         raise RuntimeError("wide bench e2e needs a CUDA device: timings elsewhere mean nothing")
     check(config)
-    common = records.common_fields("e2e")
+    common = records.common_fields("e2e") | {"memory_limit_gib": _gib(memory_limit())}
     rows = []
     own = trained is not None
     if trained is not None:
@@ -152,7 +165,7 @@ def measure(
         model = random_model(architecture, wide) if trained is None else trained
         for batch in config.batches:
             for tokens in config.tokens:
-                refused = refusal(architecture, wide, batch, tokens, config)
+                refused = refusal(architecture, wide, batch, tokens, config, own=own)
                 if refused is not None:
                     console.print(f"skipped: B={batch}, T={tokens}: {refused}")
                     continue
@@ -205,34 +218,53 @@ def check(config: E2EConfig) -> None:
     for option in ("tokens", "batches", "ffn_groups"):
         if any(value < 1 for value in getattr(config, option)):
             raise ValueError(f"{option}={getattr(config, option)} must all be at least 1")
-    if config.steps < 1:
-        raise ValueError(f"steps={config.steps} must be at least 1")
+    for option in ("steps", "prefill_chunk"):
+        if (value := getattr(config, option)) is not None and value < 1:
+            raise ValueError(f"{option}={value} must be at least 1")
+    if config.prefill_chunk is not None and not config.generate:
+        raise ValueError("prefill_chunk is how `generate` runs prompts: give --generate too")
     if not all(0.0 <= value <= 1.0 for value in config.sparsities):
         raise ValueError(f"sparsities={config.sparsities} must all be in [0, 1]")
 
 
 def refusal(
-    config: ModelConfig, wide: WideConfig, batch: int, tokens: int, bench: E2EConfig
+    config: ModelConfig,
+    wide: WideConfig,
+    batch: int,
+    tokens: int,
+    bench: E2EConfig,
+    *,
+    own: bool = False,
 ) -> str | None:
-    """Why a cell cannot run here, or None."""
+    """Why a cell cannot run here, or None.
+
+    Steps alone need no prompt's activations, but for a model's `own` masks, which see one.
+    """
     if tokens + bench.steps > config.max_position_embeddings:
         return f"beyond max_position_embeddings={config.max_position_embeddings}"
+    piece, capacity = tokens if own or "prefill" in bench.phases else 1, tokens + bench.steps
+    if bench.generate:
+        piece = max(piece, bench.prefill_chunk or tokens)
+        capacity = max(capacity, padded_sizes(tokens, 1 + bench.steps, bench.prefill_chunk)[1])
     estimate = estimate_memory(
-        config,
-        wide,
-        batch=batch,
-        piece=tokens,
-        capacity=tokens + bench.steps,
-        element_bytes=ELEMENT_BYTES,
+        config, wide, batch=batch, piece=piece, capacity=capacity, element_bytes=ELEMENT_BYTES
     )
-    needed = estimate.total + estimate.cache  # a cache is made anew while the old one lives
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    needed, limit = SPARE * estimate.total, memory_limit()
     if limit is not None and needed > limit:
         return (
             f"needs about {needed / 2**30:.0f} GiB, JAX has {limit / 2**30:.0f} of the device's "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION says how much it takes)"
         )
     return None
+
+
+def memory_limit() -> int | None:
+    """Bytes of the device's memory that JAX may take; None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30
 
 
 def cell(
@@ -253,38 +285,95 @@ def cell(
         every, kernels = Argmax(), model.kernels or Kernels()  # with the hints that it came with
         variants.append(Variant("wide", kernels, every, every, None, "trained"))
     variants += more
+    shared = {
+        "batch": batch,
+        "tokens": tokens,
+        "ffn_group": wide.ffn_group_size,
+        "attn_group": wide.attn_group_size,
+        "layers": architecture.num_hidden_layers,
+    }
     for phase in config.phases:
         found = _phase(model, wide, variants, ids, phase, config)
         best = min((m for m in found if m.variant.name.startswith("dense")), key=lambda m: m.ms)
         for one in found:
             yield {
                 "phase": phase,
-                "batch": batch,
-                "tokens": tokens,
-                "ffn_group": wide.ffn_group_size,
-                "attn_group": wide.attn_group_size,
-                "layers": architecture.num_hidden_layers,
-                "sparsity": one.sparsity,
-                "accounting": None if one.accounting is None else one.accounting.summary(),
-                "rates": None if one.accounting is None else one.accounting.by_layer(),
-                "mask": one.variant.mask,
-                "masks_of": one.variant.masks_of,
-                "variant": one.variant.name,
-                "ms": one.ms,
-                "samples_ms": list(one.samples_ms),
-                "dense_ms": best.ms,
+                **shared,
+                **_skipped(one.variant, one.accounting),
+                **_times(phase, batch, tokens, one.samples_ms, best.samples_ms),
                 "dense": best.variant.name,
-                "speedup": best.ms / one.ms,
                 "ideal_speedup": one.ideal,
-                "tokens_per_second": 1e3 * batch * (tokens if phase == "prefill" else 1) / one.ms,
                 "compile_seconds": one.run.compile_seconds,
                 "compiled_alone": config.compile_alone,
                 "compiled_from_cache": one.run.from_cache,
-                "temporary_gib": one.run.temporary_bytes / 2**30,
-                "peak_gib": one.peak_gib,
+                "temporary_gib": _gib(one.run.temporary_bytes),
+                "peak_gib": _gib(one.run.peak_bytes),
                 "breakdown": None if one.profile is None else one.profile.parts,
                 "kernels": None if one.profile is None else one.profile.kernels,
             }
+    if config.generate:
+        asked = [*dense, routed_variant(model, own=own)]
+        yield from (shared | row for row in _generated(model, wide, asked, ids, config))
+
+
+def _generated(
+    model: WideForCausalLM,
+    wide: WideConfig,
+    variants: Sequence[Variant],
+    ids: Int[Array, "B T"],
+    config: E2EConfig,
+) -> Iterator[dict[str, Any]]:
+    """What `generate` took, of every variant: its first token, and each one after it."""
+    batch, tokens = ids.shape
+    found = time_generate(
+        model,
+        variants,
+        np.asarray(ids),
+        steps=config.steps,
+        rounds=max(3, config.rounds),
+        prefill_chunk=config.prefill_chunk,
+    )
+    for waiting in WAITING:
+        best = best_dense(found, waiting)
+        for one in found:
+            used = one.usage[waiting]
+            skipped = None if used is None else (used, step_usage_of(used, batch))
+            accounting = None if skipped is None else _accounting(model.config, wide, skipped)
+            yield {
+                "phase": waiting,
+                "prefill_chunk": config.prefill_chunk,
+                **_skipped(one.variant, accounting),
+                **_times(waiting, batch, tokens, one.samples_ms[waiting], best.samples_ms[waiting]),
+                "dense": best.variant.name,
+                "ideal_speedup": _ideal(model.config, wide, skipped, waiting, batch),
+                **dict.fromkeys(("compile_seconds", "peak_gib", "breakdown", "kernels")),
+            }
+
+
+def _skipped(variant: Variant, accounting: Accounting | None) -> dict[str, Any]:
+    """A record's masks, and what they skipped."""
+    return {
+        "variant": variant.name,
+        "mask": variant.mask,
+        "masks_of": variant.masks_of,
+        "sparsity": 0.0 if accounting is None else accounting.paper,
+        "accounting": None if accounting is None else accounting.summary(),
+        "rates": None if accounting is None else accounting.by_layer(),
+    }
+
+
+def _times(
+    phase: str, batch: int, tokens: int, samples: Sequence[float], dense: Sequence[float]
+) -> dict[str, Any]:
+    """A record's times: medians, in milliseconds of a prompt or of one decode step."""
+    ms, dense_ms = statistics.median(samples), statistics.median(dense)
+    return {
+        "ms": ms,
+        "samples_ms": list(samples),
+        "dense_ms": dense_ms,
+        "speedup": dense_ms / ms,
+        "tokens_per_second": 1e3 * batch * (tokens if phase in PROMPT else 1) / ms,
+    }
 
 
 def _phase(
@@ -346,15 +435,11 @@ def _phase(
 
             profiles[index] = profile(call, calls)
             cache = kept[0]
-    stats = jax.devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
     return [
         Measured(
             variant,
             run,
             tuple(taken),
-            None if peak is None else peak / 2**30,
-            0.0 if skipped is None else _rate(skipped[0]),
             None if skipped is None else _accounting(model.config, wide, skipped),
             _ideal(model.config, wide, skipped, phase, batch),
             where,
@@ -388,15 +473,9 @@ def _used(
     return None
 
 
-def _rate(used: Usage) -> float:
-    pairs = float(used.tokens) * len(used.ffn)
-    return float(
-        0.5 * used.attention.sum() / (pairs * used.attn_groups)
-        + 0.5 * used.ffn.sum() / (pairs * used.ffn_groups)
-    )
-
-
-def _accounting(config: ModelConfig, wide: WideConfig, used: tuple[Usage, StepUsage]) -> Accounting:
+def _accounting(
+    config: ModelConfig, wide: WideConfig, used: tuple[Usage, StepUsage | None]
+) -> Accounting:
     return account(
         used[0], config, wide, weight_bytes=ELEMENT_BYTES, kv_bytes=ELEMENT_BYTES, steps=used[1]
     )
@@ -405,16 +484,20 @@ def _accounting(config: ModelConfig, wide: WideConfig, used: tuple[Usage, StepUs
 def _ideal(
     config: ModelConfig,
     wide: WideConfig,
-    used: tuple[Usage, StepUsage] | None,
-    phase: Phase,
+    used: tuple[Usage, StepUsage | None] | None,
+    phase: str,
     batch: int,
-) -> float:
+) -> float | None:
+    """None: not known what the steps of several rows read."""
     if used is None:
         return 1.0
-    if phase == "prefill":
-        return ideal_prefill_speedup(used[0], config, wide, batch)
+    usage, steps = used
+    if phase in PROMPT:
+        return ideal_prefill_speedup(usage, config, wide, batch)
+    if steps is None:
+        return None
     return ideal_decode_speedup(
-        *used, config, wide, weight_bytes=ELEMENT_BYTES, kv_bytes=ELEMENT_BYTES
+        usage, steps, config, wide, weight_bytes=ELEMENT_BYTES, kv_bytes=ELEMENT_BYTES
     )
 
 
@@ -430,14 +513,17 @@ def prompt_ids(
 def line(row: dict[str, Any]) -> str:
     """One measurement for people."""
     kind = row["variant"] if row["mask"] == "none" else f"{row['mask']} {row['sparsity']:.0%}"
-    unit = "ms" if row["phase"] == "prefill" else "ms a step"
-    return (
+    unit = "ms" if row["phase"] in PROMPT else "ms a step"
+    found = (
         f"{row['phase']} B={row['batch']} T={row['tokens']} G={row['ffn_group']} {kind}: "
-        f"{row['ms']:.3f} {unit}, {row['speedup']:.3f}x {row['dense']} "
-        f"(ideal {row['ideal_speedup']:.2f}x), "
-        f"{'from the compile cache' if row['compiled_from_cache'] else 'compiled'} "
-        f"in {row['compile_seconds']:.1f} s"
+        f"{row['ms']:.3f} {unit}, {row['speedup']:.3f}x {row['dense']}"
     )
+    if row["ideal_speedup"] is not None:
+        found += f" (ideal {row['ideal_speedup']:.2f}x)"
+    if row["compile_seconds"] is None:
+        return found
+    how = "from the compile cache" if row["compiled_from_cache"] else "compiled"
+    return f"{found}, {row['peak_gib']:.1f} GiB, {how} in {row['compile_seconds']:.1f} s"
 
 
 def profile_lines(row: dict[str, Any]) -> list[str]:
@@ -451,7 +537,7 @@ def profile_lines(row: dict[str, Any]) -> list[str]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """All measurements."""
-    columns = ("phase", "B", "T", "G", "masks", "ms", "x dense", "ideal", "tokens/s")
+    columns = ("phase", "B", "T", "G", "masks", "ms", "x dense", "ideal", "tokens/s", "GiB")
     result = Table(*columns, title="end to end; x is over the best dense of the same run")
     for row in rows:
         kind = row["variant"] if row["mask"] == "none" else f"{row['mask']} {row['sparsity']:.0%}"
@@ -463,7 +549,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
             kind,
             f"{row['ms']:.3f}",
             f"{row['speedup']:.3f}",
-            f"{row['ideal_speedup']:.2f}",
+            "" if row["ideal_speedup"] is None else f"{row['ideal_speedup']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
+            "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}",
         )
     return result

@@ -6,10 +6,11 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import matplotlib.figure
 
+from eval.e2e_runs import Phase
 from eval.records import RESULTS, read_records
 
 MODEL, DEVICE, TOKENS = "llama-3.1-8b-shape", "NVIDIA H200", 16_384  # of the documents
@@ -21,13 +22,16 @@ def write_plots(
     """Write `e2e_sparsity.png`, `e2e_length.png`, `e2e_group_size.png`; returns the paths.
 
     Args:
-        rows: of a benchmark. Of several sequences nothing is drawn, of a cell the last record, and
-            by length the group size that was measured at most of them.
+        rows: of a benchmark. Drawn are prefill and decode of one sequence; of a cell the last
+            record, and by length the group size that was measured at most of them. Where there is
+            nothing of one sequence, no plots.
         folder: where the plots go.
         tokens: the context of those by sparsity and by group size; None: the longest.
     """
+    single = [row for row in rows if row["batch"] == 1 and row["phase"] in get_args(Phase)]
+    if not single:
+        return []
     folder.mkdir(parents=True, exist_ok=True)
-    single = [row for row in rows if row["batch"] == 1]
     tokens = max(row["tokens"] for row in single) if tokens is None else tokens
     at_tokens = [row for row in single if row["tokens"] == tokens]
     by_sparsity = _panels(

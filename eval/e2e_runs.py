@@ -59,6 +59,7 @@ class CompiledRun:
     compile_seconds: float  # tracing included
     from_cache: bool  # the program came from JAX's compile cache on disk
     temporary_bytes: int
+    peak_bytes: int  # with its arguments (weights, cache, masks) and what it gives back
 
 
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
@@ -100,8 +101,10 @@ def compile_all(
         done = lowered.compile()
         spent = tracing + time.perf_counter() - start
         memory = done.memory_analysis()
-        temporary = 0 if memory is None else memory.temp_size_in_bytes
-        return CompiledRun(done, spent, threading.get_ident() in found, temporary)
+        temporary = memory.temp_size_in_bytes
+        peak = temporary + memory.argument_size_in_bytes
+        peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return CompiledRun(done, spent, threading.get_ident() in found, temporary, peak)
 
     found = set()  # threads whose program was found: JAX says so where it compiles
 

@@ -406,12 +406,17 @@ def _seen_tokens(ids: np.ndarray, lengths: np.ndarray, vocab_size: int) -> Array
 def padded_sizes(
     longest: int, max_new_tokens: int, prefill_chunk: int | None = None
 ) -> tuple[int, int]:
-    """Tokens that `generate` pads its prompts to, and the slots of its cache."""
+    """Tokens that `generate` pads its prompts to, and the slots of its cache.
+
+    In pieces no more of them run than the prompts have; the cache, for which the program of a piece
+    is compiled, is padded to a power of two of them.
+    """
     if prefill_chunk is None:
-        width = _bucket(longest)
+        width = room = _bucket(longest)
     else:
-        width = -(-longest // prefill_chunk) * prefill_chunk
-    return width, width + _bucket(max_new_tokens)
+        pieces = -(-longest // prefill_chunk)
+        width, room = pieces * prefill_chunk, next_power_of_two(pieces) * prefill_chunk
+    return width, room + _bucket(max_new_tokens)
 
 
 def _bucket(length: int) -> int:

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import pallas_kernels
-from eval import bench_e2e, e2e_plots, records
+from eval import bench_e2e, e2e_generate, e2e_plots, records
 from eval.bench_e2e import (
     E2EConfig,
     cell,
@@ -27,13 +27,22 @@ from eval.bench_e2e import (
     tokens_needed,
 )
 from eval.carried_masks import carried_variants, source_masks
+from eval.e2e_generate import routed_variant, time_generate
 from eval.e2e_plots import write_plots
-from eval.e2e_runs import compile_all, dense_variants, part_of, random_cache, random_model
+from eval.e2e_runs import (
+    compile_all,
+    dense_variants,
+    empty_cache,
+    part_of,
+    random_cache,
+    random_model,
+)
 from tests.eval.conftest import tiny_model
 from wide_jax.cli import bench_e2e as bench_e2e_command
 from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
 from wide_jax.engine import split_on
+from wide_jax.generate import generate
 from wide_jax.hf.pretrained import new_routers, tensors_of
 from wide_jax.hf.save import save_model
 from wide_jax.hf.wide_folder import save_wide_model
@@ -146,8 +155,11 @@ def test_rows_are_records_a_table_and_plots(rows, tmp_path):
         assert "B=2 T=16 G=16" in line(record)
     assert table([{"model": "tiny"} | r for r in rows]).row_count == len(rows)
     single = [r | {"batch": 1} for r in rows]
-    for path in write_plots(single, tmp_path):
-        assert path.stat().st_size > 1000
+    paths = write_plots(single, tmp_path)
+    assert len(paths) == 3
+    assert all(path.stat().st_size > 1000 for path in paths)
+    assert write_plots(rows, tmp_path / "none") == []  # of two sequences
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_documents_plots_are_of_one_context_and_one_group_size(rows, tmp_path, monkeypatch):
@@ -169,6 +181,64 @@ def test_the_documents_plots_are_of_one_context_and_one_group_size(rows, tmp_pat
     by_sparsity, by_length, by_group = drawn
     assert by_sparsity == by_group == {(16_384, 128, 4), (16_384, 64, 4)}
     assert by_length == {(n, 128, 4) for n in (1_024, 16_384, 65_536)}
+
+
+def test_memory_is_of_each_variants_own_program(rows):
+    """Weights, routers and cache are arguments of all; the masks of forced ones only."""
+    model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    cache = sum(x.nbytes for x in jax.tree.leaves(empty_cache(TINY, 2, 18)))
+    prefills = [row for row in rows if row["phase"] == "prefill"]
+    for row in prefills:
+        assert row["peak_gib"] * 2**30 >= row["temporary_gib"] * 2**30 + cache
+    [trained] = [row for row in prefills if row["mask"] == "trained"]
+    assert (trained["peak_gib"] - trained["temporary_gib"]) * 2**30 >= weights + cache
+    assert len({row["peak_gib"] for row in prefills}) > 2
+
+
+def test_generate_is_timed_as_its_caller_sees_it():
+    """With a clock that a token advances by 3: 5 + 3 for the first, and 3 for each one after."""
+    model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
+    now, calls = [0.0], []
+
+    def generating(ready, prompts, *, max_new_tokens, **options):
+        calls.append((max_new_tokens, options["prefill_chunk"]))
+        now[0] += 5.0 + 3.0 * max_new_tokens
+        return generate(ready, prompts, max_new_tokens=max_new_tokens, **options)
+
+    variants = [DENSE[1], routed_variant(model, own=False)]
+    ids = np.arange(32).reshape(2, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(e2e_generate, "generate", generating)
+        dense, wide = time_generate(
+            model, variants, ids, steps=4, rounds=2, prefill_chunk=8, clock=lambda: now[0]
+        )
+    assert calls == [(1, 8), (5, 8)] * 6  # two variants, two rounds after the first
+    for one in (dense, wide):
+        assert one.samples_ms == {"ttft": (8e3, 8e3), "tpot": (3e3, 3e3)}
+    assert dense.usage == {"ttft": None, "tpot": None}
+    assert float(wide.usage["ttft"].tokens) == 32
+    assert float(wide.usage["tpot"].tokens) == 2 * 4  # the last token drawn is never run
+
+
+def test_the_first_token_and_each_after_it_are_rows_of_a_cell():
+    wide = WideConfig.for_model(TINY, ffn_group_size=16)
+    model = random_model(TINY, wide)
+    bench = dataclasses.replace(BENCH, phases=(), generate=True, rounds=3)
+    found = list(cell(model, wide, prompt_ids(64, 1, 16, None), bench, own=False, dense=DENSE))
+    assert [(r["phase"], r["variant"], r["mask"]) for r in found] == [
+        (phase, *variant)
+        for phase in ("ttft", "tpot")
+        for variant in (("dense", "none"), ("dense-xla", "none"), ("wide", "random_routers"))
+    ]
+    for row in found:
+        record = records.common_fields("e2e") | {"model": "tiny"} | row
+        assert "compiled" not in line(record)
+        assert (row["accounting"] is None) == (row["mask"] == "none")
+        if row["mask"] != "none":
+            assert row["accounting"]["paper"] == row["sparsity"] > 0
+            assert row["ideal_speedup"] != 1.0
+    assert table([{"model": "tiny"} | row for row in found]).row_count == 6
 
 
 def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):
@@ -219,6 +289,24 @@ def test_cells_that_do_not_fit_are_refused_in_words():
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
     assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 63, BENCH)
     assert refusal(TINY, wide, 1, 16, BENCH) is None
+
+
+def test_a_cell_is_refused_when_its_memory_is_more_than_jax_has(monkeypatch):
+    """Decode steps alone need no prompt's activations: 4 sequences of 65,536 tokens fit then."""
+    large = shape("llama-3.1-8b")
+    wide = WideConfig.for_model(large, ffn_group_size=128)
+    both, steps = E2EConfig(), E2EConfig(phases=("decode",))
+    monkeypatch.setattr(bench_e2e, "memory_limit", lambda: 60 * 2**30)
+    found = refusal(large, wide, 4, 65_536, both)
+    assert re.fullmatch(r"needs about \d+ GiB, JAX has 60 of .*MEM_FRACTION.*", found)
+    assert refusal(large, wide, 4, 65_536, steps) is None
+    assert refusal(large, wide, 4, 65_536, steps, own=True) == found  # they see a prompt first
+    assert refusal(large, wide, 4, 16_384, both) is None
+    asked = dataclasses.replace(steps, generate=True)
+    assert refusal(large, wide, 4, 65_536, asked) is not None
+    assert refusal(large, wide, 4, 65_536, dataclasses.replace(asked, prefill_chunk=4_096)) is None
+    monkeypatch.setattr(bench_e2e, "memory_limit", lambda: None)
+    assert refusal(large, wide, 16, 65_536, both) is None
 
 
 def test_masks_are_needed_of_the_largest_cell_that_fits():
@@ -289,6 +377,8 @@ def test_groups_that_do_not_divide_the_ffn_are_refused_before_a_model_is_read(mo
         (("--sparsities", "0.5", "50"), "sparsities=(0.5, 50.0) must all be in [0, 1]"),
         (("--steps", "0"), "steps=0 must be at least 1"),
         (("--tokens", "0"), "tokens=(0,) must all be at least 1"),
+        (("--prefill-chunk", "8"), "give --generate too"),
+        (("--generate", "--prefill-chunk", "0"), "prefill_chunk=0 must be at least 1"),
         (("--model", "any", "--layers", "2"), "--layers cuts a --shape"),
         (("--model", "any", "--masks-of", "other"), "give one of them"),
         (("--text", "any.txt"), "give --model or --masks-of too"),

@@ -45,6 +45,15 @@ def test_a_generation_pads_prompts_and_cache_to_these_sizes(monkeypatch):
         assert padded_sizes(17, 3, chunk) == (width, made[-1].capacity) == (width, width + 16)
 
 
+def test_prompts_in_pieces_share_programs():
+    """A program is of a cache's slots: of prompts of up to 8 pieces there are four, as many as of
+    whole prompts that long; and no piece runs that holds no prompt."""
+    sizes = {length: padded_sizes(length, 10, 32) for length in range(1, 257)}
+    assert {capacity for _, capacity in sizes.values()} == {32 + 16, 64 + 16, 128 + 16, 256 + 16}
+    assert all(length <= width < length + 32 for length, (width, _) in sizes.items())
+    assert all(capacity >= length + 10 for length, (_, capacity) in sizes.items())
+
+
 def test_llama_3_1_8b():
     """8.03e9 parameters; a token's keys and values are 2 x 32 x 8 x 128 elements, and each layer's
     cache has a counter of 64 bytes."""

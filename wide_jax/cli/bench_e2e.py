@@ -80,8 +80,11 @@ def main(args: Args) -> None:
     if args.plots is not None:
         from eval.e2e_plots import write_plots
 
-        for path in write_plots(rows, args.plots):
+        drawn = write_plots(rows, args.plots)
+        for path in drawn:
             console.print(f"wrote {path}")
+        if not drawn:
+            console.print("no plots: they are of one sequence, and none was measured")
 
 
 def _masks_of(
