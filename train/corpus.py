@@ -19,7 +19,7 @@ import numpy as np
 
 DOCUMENTS_AT_ONCE = 256
 _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TokenCache:
 
     tokens: np.ndarray  # [N] uint16 or uint32
     ends: np.ndarray  # [documents] int64: index after each document's last token
-    key: str  # names the content
+    content: str  # 24 hex digits over both, wherever and whenever they were made
 
     @classmethod
     def open(cls, folder: Path) -> "TokenCache":
@@ -50,7 +50,7 @@ class TokenCache:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokens = _map(folder / "tokens.bin", np.dtype(meta["dtype"]))
         ends = _map(folder / "ends.bin", np.dtype(np.int64))
-        return cls(tokens, ends, meta["key"])
+        return cls(tokens, ends, meta["content"])
 
 
 def documents(recipe: Recipe) -> Iterator[str]:
@@ -157,7 +157,7 @@ def build(
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     tail = [] if end_token is None else [end_token]
-    count, done, largest = 0, 0, 0
+    count, done, largest, digest = 0, 0, 0, hashlib.sha256()
     try:
         # uint32 always: a tokenizer's largest id is not known before the last document.
         with (fresh / "tokens.bin").open("wb") as tokens, (fresh / "ends.bin").open("wb") as ends:
@@ -165,6 +165,7 @@ def build(
                 for ids in encode(batch):
                     row = np.asarray([*ids, *tail], np.uint32)
                     tokens.write(row.tobytes())
+                    digest.update(len(row).to_bytes(8, "little") + row.tobytes())
                     count += len(row)
                     largest = max(largest, int(row.max(initial=0)))
                     ends.write(np.int64(count).tobytes())
@@ -176,6 +177,7 @@ def build(
         meta = {
             "format": _FORMAT,
             "key": key,
+            "content": digest.hexdigest()[:24],
             "dtype": "uint32",
             "tokens": count,
             "documents": done,

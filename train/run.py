@@ -461,7 +461,7 @@ def rows_of(cache: TokenCache, config: CalibrateConfig) -> Rows:
 
 def _settings(config: CalibrateConfig, rows: Any) -> dict[str, Any]:
     """What decides a run's numbers: its config, and the content of its data."""
-    return to_dict(config) | {"data_key": rows.cache.key, "rows": len(rows)}
+    return to_dict(config) | {"data_content": rows.cache.content, "rows": len(rows)}
 
 
 def _check(record: UpdateRecord, config: CalibrateConfig, latest: int | None) -> None:

@@ -135,9 +135,26 @@ def test_a_cache_is_made_once_and_again_when_its_source_changes(tmp_path, model_
     token_cache(recipe, tokenizer, tmp_path / "cache", progress=lambda d, t: seen.append((d, t)))
     assert len(seen) == 1
     other = Recipe((str(file),), end_token=None)
-    assert cache_key(other, tokenizer) != cache.key
+    assert cache_key(other, tokenizer) != cache_key(recipe, tokenizer)
     file.write_text('{"text": "w3"}\n')
     assert token_cache(recipe, tokenizer, tmp_path / "cache").tokens.tolist() == [5, 1]
+
+
+def test_content_is_named_alike_wherever_its_text_lies(tmp_path):
+    """So that a run goes on after its text was moved, copied or fetched again."""
+
+    def content(folder, texts, end_token=None):
+        build(tmp_path / folder, folder, iter(texts), encode, end_token)
+        return TokenCache.open(tmp_path / folder).content
+
+    first = content("a", ["one", "two"])
+    assert content("b", ["one", "two"]) == first
+    others = [
+        content("c", ["two", "one"]),
+        content("d", ["onetwo"]),  # the same tokens, one document
+        content("e", ["one", "two"], 7),
+    ]
+    assert len({first, *others}) == 4
 
 
 def test_packed_rows_use_every_token_once_and_separate_documents_on_request():

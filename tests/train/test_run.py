@@ -78,10 +78,12 @@ def routers(folder):
     return {k: np.asarray(v) for k, v in load_wide_routers(folder, config, info.wide).items()}
 
 
-def test_case_C9_a_resumed_run_is_bit_identical(settings, monkeypatch):
+def test_case_C9_a_resumed_run_is_bit_identical(settings, text_file, monkeypatch):
+    """Its text, fetched again in between, is the same text."""
     whole = calibrate_main(settings(out="whole"))
     with pytest.raises(KeyboardInterrupt):
         calibrate_main(settings(), interrupt_after(monkeypatch, 5))
+    os.utime(text_file, (0, 0))
     messages = []
     resumed = calibrate_main(settings(), RunEvents(message=messages.append))
     assert "resuming at update 3 of 6" in messages[0]
@@ -162,15 +164,15 @@ def test_case_C9_a_checkpoint_of_another_model_or_text_is_refused_with_what_diff
     def state(**shapes):
         return TrainState({name: jax.numpy.zeros(shape) for name, shape in shapes.items()}, (), 1)
 
-    ours = Checkpoints(tmp_path, {"seed": 0, "data_key": "ours"}, keep=1)
+    ours = Checkpoints(tmp_path, {"seed": 0, "data_content": "ours"}, keep=1)
     ours.save(state(a=(2,), b=(3,)))
     ours.close()
-    theirs = Checkpoints(tmp_path, {"seed": 0, "data_key": "theirs"}, keep=1)
+    theirs = Checkpoints(tmp_path, {"seed": 0, "data_content": "theirs"}, keep=1)
     with pytest.raises(CheckpointMismatchError) as error:
         theirs.restore(state(a=(4,), c=(1,)))
     theirs.close()
     for part in (
-        "checkpoint 1 in", "data_key: 'ours', not 'theirs'", "it lacks c",
+        "checkpoint 1 in", "data_content: 'ours', not 'theirs'", "it lacks c",
         "it has an unknown b", "a has shape (2,), not (4,)",
     ):  # fmt: skip
         assert part in str(error.value)
