@@ -3,8 +3,9 @@
     python -m eval.engine_check --shape llama-3.1-8b --layers 4 --tokens 1024 --json OUT
 
 float32: the same masks and logits, in one pass and in pieces with a cache. bf16, with the float32
-masks forced: no further from float32 than 1.5 times what plain bf16 is. And, by itself, how many
-decisions bf16 flips: its residual stream differs, so routers see other inputs.
+masks forced: no further from float32 than 1.5 times what the dense model in plain bf16 is from its
+own float32; plain bf16 with the same masks beside it. And, by itself, how many decisions bf16
+flips: its residual stream differs, so routers see other inputs.
 """
 
 import dataclasses
@@ -30,10 +31,11 @@ from wide_jax.hf.mapping import is_router
 from wide_jax.hf.pretrained import build, tensors_of
 from wide_jax.kernels import Kernels
 from wide_jax.model import WideForCausalLM
-from wide_jax.routing import Argmax, Forced, Masks, Routing
+from wide_jax.routing import AllOn, Argmax, Forced, Masks, Routing
 from wide_jax.shapes import shape
 
 STEPS = 4  # single steps at the end of each row
+BF16_LIMIT = 1.5  # times dense bf16's error: the most that the kernels' may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,14 @@ class Comparison:
     float32_flipped: int  # decisions that differ from plain JAX's
     float32_cached_max_difference: float  # the same tokens in two prefills and single steps
     bf16_error: float  # kernels, masks forced, against plain float32
-    bf16_plain_error: float
+    bf16_plain_error: float  # plain JAX, the same masks and reference
+    bf16_dense_error: float  # plain JAX with everything on, against plain float32 with it too
     bf16_flipped: float  # fraction of decisions that differ from float32's
+
+    @property
+    def bf16_ratio(self) -> float:
+        """The kernels' error by dense bf16's: at most `BF16_LIMIT` where they compute right."""
+        return self.bf16_error / self.bf16_dense_error
 
 
 def compare(model: WideForCausalLM, ids) -> Comparison:
@@ -71,9 +79,11 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
         # Ties apart, what follows compares arithmetic at one and the same set of masks.
         forced = Forced(masks)
         wanted_forced, _ = _run(model, batch, forced, None)
+        wanted_dense = _dense(model, batch)
     half = _cast(model)
     bf16, _ = _run(half, batch, forced, Kernels())
     plain, _ = _run(half, batch, forced, None)
+    dense = _dense(half, batch)
     _, rounded = _run(half, batch, Argmax(), Kernels())
     decisions = sum(mask.size for mask in jax.tree.leaves(masks))
     return Comparison(
@@ -83,6 +93,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
         float32_cached_max_difference=float(jnp.abs(cached - wanted[:, positions]).max()),
         bf16_error=_error(bf16, wanted_forced),
         bf16_plain_error=_error(plain, wanted_forced),
+        bf16_dense_error=_error(dense, wanted_dense),
         bf16_flipped=_differing(rounded, masks) / decisions,
     )
 
@@ -92,6 +103,12 @@ def _run(
 ) -> tuple[Float[Array, "B T V"], Masks]:
     logits, masks = _forward(*split_on(model, kernels), batch, routing)
     return logits.astype(jnp.float32), masks
+
+
+def _dense(model: WideForCausalLM, batch: TokenBatch) -> Float[Array, "B T V"]:
+    """Logits of plain JAX with everything on: no mask, no router."""
+    logits, _ = _forward(*split_on(model, None), batch, AllOn())
+    return logits.astype(jnp.float32)
 
 
 def _piecewise(
@@ -159,6 +176,8 @@ def main(args: Args) -> dict[str, Any]:
     print(f"{found.float32_flipped} of {found.decisions} decisions")
     print(f"float32, in pieces: logits differ by {found.float32_cached_max_difference:.2e}")
     print(f"bf16, masks forced: error {found.bf16_error:.2e}, plain {found.bf16_plain_error:.2e}")
+    print(f"bf16, dense and plain: error {found.bf16_dense_error:.2e}; ", end="")
+    print(f"the kernels' is {found.bf16_ratio:.2f} of it, at most {BF16_LIMIT} expected")
     print(f"bf16: {found.bf16_flipped:.3%} of the decisions differ from float32's")
     record = records.common_fields("engine") | {
         "model": f"{args.shape}-shape",

@@ -10,7 +10,16 @@ from tests.wide_jax.conftest import forward, tiny_config, tiny_model
 from wide_jax.batch import TokenBatch
 from wide_jax.cache import KVCache
 from wide_jax.config import RopeConfig, WideConfig
-from wide_jax.generate import DecodeSettings, Prepared, decode_until, first_draw, generate
+from wide_jax.engine import use_kernels
+from wide_jax.generate import (
+    DecodeSettings,
+    Prepared,
+    decode_until,
+    first_draw,
+    generate,
+    padded_sizes,
+)
+from wide_jax.kernels import Kernels
 from wide_jax.routing import AllOn, Argmax
 from wide_jax.sampling import Sampler
 
@@ -54,6 +63,30 @@ def test_a_row_does_not_depend_on_its_batch_or_on_cache_length(wide_model):
     longer = generate(wide_model, PROMPTS[1:], max_new_tokens=40, seeds=[8], **options)
     assert both.tokens[1].tolist() == alone.tokens[0].tolist()
     assert longer.tokens[0, :5].tolist() == alone.tokens[0].tolist()
+
+
+@pytest.mark.parametrize("kernels", [None, Kernels()], ids=["plain JAX", "kernels"])
+def test_prompts_of_very_different_lengths_give_alone_what_they_give_together(wide_model, kernels):
+    """Alone the short one is padded to 16 tokens, in the batch to the long one's 128."""
+    model = nnx.clone(wide_model)
+    use_kernels(model, kernels)
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(3, 61, count).tolist() for count in (9, 100)]
+    widths = [padded_sizes(len(prompt), 20)[0] for prompt in prompts]
+    assert widths == [16, 128]
+    options = {"max_new_tokens": 20, "stop_ids": ()}
+    together = generate(model, prompts, **options)
+    alone = [generate(model, [prompt], **options) for prompt in prompts]
+    for row, single in enumerate(alone):
+        assert single.tokens[0].tolist() == together.tokens[row].tolist()
+        np.testing.assert_allclose(single.log_probs[0], together.log_probs[row], atol=1e-4)
+    # Padding neither skips nor runs anything that is counted, whatever its share is.
+    for phase, tokens in (("prefill_usage", 9 + 100), ("decode_usage", 2 * 19)):
+        short, long, both = (getattr(result, phase).to_host() for result in (*alone, together))
+        assert both.tokens == tokens
+        assert 0 < both.ffn.sum() < tokens * both.ffn_groups * len(both.ffn)
+        sums = zip(jax.tree.leaves(short + long), jax.tree.leaves(both), strict=True)
+        assert all((apart == at_once).all() for apart, at_once in sums)
 
 
 def test_dynamic_rope_does_not_depend_on_the_length_of_the_cache():

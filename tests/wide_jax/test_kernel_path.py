@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import step_counter
+from pallas_kernels import MaskLayout, step_counter
 from pallas_kernels._common.device import CPU, H200
 from tests.kernels.contract import running
 from tests.wide_jax.conftest import forward, tiny_config, tiny_model
@@ -559,3 +561,102 @@ def test_a_dense_step_of_plain_products_builds_no_layout():
 
     assert layout(Kernels(gemm_mn="dense", swiglu_up="dense", gemm_k="dense")) is None
     assert layout(Kernels()) is not None
+
+
+@pytest.fixture
+def sublayer_calls(monkeypatch):
+    """In order: every routing, every layout made, and every op with the number of its layout.
+
+    A layout is seen where it is made, so one that an op made for itself is there too.
+    """
+    found, layouts = [], []
+    make = MaskLayout.__init__
+
+    def made(self, *arguments, **options):
+        make(self, *arguments, **options)
+        found.append(("layout", len(layouts)))
+        layouts.append(self)
+
+    def number(given):
+        """Which layout is among the arguments, whole or as its mask."""
+        for index, layout in enumerate(layouts):
+            if any(argument is layout or argument is layout.mask for argument in given):
+                return index
+        return None
+
+    def spied(name, original):
+        def spy(*arguments, **options):
+            found.append((name, number((*arguments, *options.values()))))
+            return original(*arguments, **options)
+
+        return spy
+
+    monkeypatch.setattr(MaskLayout, "__init__", made)
+    routings, products = ("norm_route_step", "route_kv"), ("project_qkv", "gemm_mn", "gemm_k")
+    attentions = ("attention_prefill", "attention_step", "attention_decode")
+    for name in (*routings, *products, "swiglu_up", *attentions):
+        monkeypatch.setattr(pruned, name, spied(name, getattr(pruned, name)))
+    return found
+
+
+def trace(model, rows, tokens):
+    """Trace a prompt of `tokens` tokens a row, or for one token a decode step; nothing is run."""
+    graphdef, state = nnx.split(model)
+    cache = KVCache.empty(model.config, rows, 64, jnp.float32)
+    if tokens == 1:
+        phase, inputs = decode_step, (jnp.ones(rows, jnp.int32), jnp.ones(rows, bool))
+        options = {}
+    else:
+        phase, inputs = prefill, (jnp.ones((rows, tokens), jnp.int32), jnp.full(rows, tokens - 1))
+        options = {"fresh": True}
+    # Not the jitted function itself: JAX keeps what other tests traced of these very shapes.
+    run = functools.partial(inspect.unwrap(phase), graphdef, **options)
+    jax.make_jaxpr(run)(state, *inputs, cache, Argmax())
+
+
+TRITON = Kernels(
+    **{field.name: "triton" for field in dataclasses.fields(Kernels) if field.name != "hints"}
+    | {"attention_decode": None}  # `attention_step` runs in its place
+)
+
+
+def sublayer(number, *ops, routing="norm_route_step"):
+    """The calls of a sublayer: one decision, one layout, and this layout in all of its ops."""
+    return [(routing, None), *((op, number) for op in ("layout", *ops))]
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), TRITON], ids=["tables", "triton"])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "routing", "attention"),
+    [
+        (2, 40, "norm_route_step", ("project_qkv", "attention_prefill")),
+        (1, 9, "norm_route_step", ("project_qkv", "attention_prefill")),
+        (2, 1, "norm_route_step", ("project_qkv", "attention_step")),
+        (1, 1, "route_kv", ("gemm_mn", "attention_step")),
+    ],
+    ids=["prompt", "prompt of few tokens", "step of two rows", "step of one row"],
+)
+def test_a_sublayer_has_one_decision_and_one_layout(
+    rows, tokens, routing, attention, kernels, sublayer_calls
+):
+    _, fast = pair()
+    use_kernels(fast, kernels)
+    with running("triton" if kernels == TRITON else None):
+        trace(fast, rows, tokens)
+    expected, sublayers = [], 2 * fast.config.num_hidden_layers
+    for first in range(0, sublayers, 2):
+        expected += sublayer(first, *attention, "gemm_k", routing=routing)
+        expected += sublayer(first + 1, "swiglu_up", "gemm_k")
+    head = [("layout", sublayers), ("gemm_mn", sublayers)]  # few rows: by a layout of all on
+    assert sublayer_calls == expected + head
+
+
+@pytest.mark.parametrize(("tokens", "attention"), [(9, "attention_prefill"), (1, "attention_step")])
+def test_one_router_has_one_decision_and_one_layout_a_layer(tokens, attention, sublayer_calls):
+    _, fast = pair(WideConfig.layer_skipping(tiny_config()))
+    trace(fast, 2, tokens)
+    expected, layers = [], fast.config.num_hidden_layers
+    for layer in range(layers):
+        expected += sublayer(layer, "project_qkv", attention, "gemm_k")
+        expected += [("swiglu_up", layer), ("gemm_k", layer)]
+    assert sublayer_calls == [*expected, ("layout", layers), ("gemm_mn", layers)]

@@ -168,14 +168,12 @@ def model_plan(
     import jax.numpy as jnp
 
     from wide_jax.engine import automatic_kernels, plan
-    from wide_jax.hf.config import read_config
     from wide_jax.hf.pretrained import sparsity_hints
     from wide_jax.hf.resolve import resolve_model
-    from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
+    from wide_jax.hf.wide_folder import read_sizes
 
     folder = resolve_model(model)
-    config = read_config(base_folder(folder))
-    wide = load_wide_info(folder, config).wide if is_wide_folder(folder) else None
+    config, wide = read_sizes(folder)
     engine = automatic_kernels(hints=sparsity_hints(folder), device=device)
     findings = [Finding("ok", model, engine.reason)]
     if engine.kernels is None:

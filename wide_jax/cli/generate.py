@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
 from wide_jax.accounting import Usage, account
 from wide_jax.cli.files import check_writable_file, write_json
-from wide_jax.cli.models import load_model
+from wide_jax.cli.models import FoundModel, find_model, load_found
 from wide_jax.cli.start import Platform, start
 from wide_jax.generate import Generation, generate, padded_sizes
 from wide_jax.hf.config import stop_token_ids
@@ -22,7 +23,10 @@ from wide_jax.sampling import Sampler
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-    """Continue a prompt. A WIDE model folder runs with its routers; --dense leaves them out."""
+    """Continue a prompt. A WIDE model folder runs with its routers; --dense leaves them out.
+
+    What memory it will take is printed before any weight is loaded.
+    """
 
     prompt: str
     """Text to continue."""
@@ -59,7 +63,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    """Generate, print the text and what was skipped."""
+    """Say what memory it will take, generate, print the text and what was skipped."""
     console = Console()
     sampler = Sampler(
         temperature=args.temperature,
@@ -75,10 +79,12 @@ def main(args: Args) -> None:
     if args.json is not None:
         check_writable_file(args.json)
     start(args.platform, console)
-    loaded = load_model(console, args.model, dense=args.dense)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    found = find_model(console, args.model, dense=args.dense)
+    tokenizer = found.tokenizer
     prompt = _prompt_ids(tokenizer, args)
-    console.print(f"[dim]{_memory(model, len(prompt), args).line()}[/dim]", highlight=False)
+    memory = _memory(found, len(prompt), args).line()
+    console.print(f"[dim]{memory}[/dim]", highlight=False, soft_wrap=True)
+    model = load_found(console, found).model
     streamed = _Stream(console, tokenizer) if args.stream and args.samples == 1 else None
     result = generate(
         model,
@@ -87,7 +93,7 @@ def main(args: Args) -> None:
         routing=AllOn() if model.wide is None else Argmax(),
         sampler=sampler,
         seeds=range(args.seed, args.seed + args.samples),
-        stop_ids=stop_token_ids(base_folder(loaded.folder), model.config),
+        stop_ids=stop_token_ids(base_folder(found.folder), model.config),
         prefill_chunk=args.prefill_chunk,
         on_tokens=streamed,
     )
@@ -135,15 +141,16 @@ def _print_samples(console: Console, texts: list[str], first_seed: int) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _memory(model: WideForCausalLM, prompt: int, args: Args) -> MemoryEstimate:
+def _memory(found: FoundModel, prompt: int, args: Args) -> MemoryEstimate:
+    """Of `args.samples` rows of `prompt` tokens, in the checkpoint's own dtype."""
     width, capacity = padded_sizes(prompt, args.max_new_tokens, args.prefill_chunk)
     return estimate_memory(
-        model.config,
-        model.wide,
+        found.config,
+        found.wide,
         batch=args.samples,
         piece=args.prefill_chunk or width,
         capacity=capacity,
-        element_bytes=model.model.embed_tokens.weight[...].dtype.itemsize,
+        element_bytes=jnp.dtype(found.config.dtype).itemsize,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from wide_jax.cli.progress import advance_bytes, progress
+from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.engine import EngineChoice, use_kernels
 from wide_jax.hf.config import read_config
 from wide_jax.hf.embedded import EMBEDDED_MODEL
@@ -18,10 +19,21 @@ from wide_jax.hf.pretrained import from_pretrained, sparsity_hints, tensors_of
 from wide_jax.hf.resolve import resolve_model
 from wide_jax.hf.save import fingerprint
 from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
-from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info
+from wide_jax.hf.wide_folder import base_folder, is_wide_folder, load_wide_info, read_sizes
 from wide_jax.model import WideForCausalLM
 
 DType = Literal["checkpoint", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """What is known of a model before any weight is loaded."""
+
+    name: str  # what the user called it
+    folder: Path
+    config: ModelConfig
+    wide: WideConfig | None  # None: without routers
+    tokenizer: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +81,35 @@ class LoadedModel:
         }
 
 
-def load_model(
-    console: Console, model: str | None, *, dense: bool = False, dtype: DType = "checkpoint"
-) -> LoadedModel:
-    """Resolve, fetch and read a model and its tokenizer, with progress.
+def find_model(console: Console, model: str | None, *, dense: bool = False) -> FoundModel:
+    """Resolve and fetch a model, with progress, and read its config and its tokenizer."""
+    with progress(console, "finding the model", transient=True) as advance:
+        folder = resolve_model(model, progress=advance_bytes(advance))
+    config, wide = read_sizes(folder, dense=dense)
+    name = EMBEDDED_MODEL.name if model is None else model
+    return FoundModel(name, folder, config, wide, load_tokenizer(folder))
+
+
+def load_found(console: Console, found: FoundModel, *, dtype: DType = "checkpoint") -> LoadedModel:
+    """Read the weights of a model that was found, with progress.
 
     Its inference is put on kernels where there are any for this device; the choice is printed.
     """
     with progress(console, "loading the model") as advance:
-        folder = resolve_model(model, progress=advance_bytes(advance))
-        loaded = from_pretrained(
-            folder,
-            dense=dense,
+        model = from_pretrained(
+            found.folder,
+            dense=found.wide is None,
             dtype=None if dtype == "checkpoint" else dtype,
             kernels=None,  # chosen below, to say what was chosen
             progress=advance_bytes(advance),
         )
-    name = EMBEDDED_MODEL.name if model is None else model
-    engine = use_kernels(loaded, hints=sparsity_hints(folder))
+    engine = use_kernels(model, hints=sparsity_hints(found.folder))
     console.print(f"[dim]inference: {engine.reason}[/dim]", highlight=False)
-    return LoadedModel(name, folder, loaded, load_tokenizer(folder), engine)
+    return LoadedModel(found.name, found.folder, model, found.tokenizer, engine)
+
+
+def load_model(
+    console: Console, model: str | None, *, dense: bool = False, dtype: DType = "checkpoint"
+) -> LoadedModel:
+    """`find_model`, then `load_found`: for commands with nothing to say in between."""
+    return load_found(console, find_model(console, model, dense=dense), dtype=dtype)

@@ -14,8 +14,11 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 @contextlib.contextmanager
-def progress(console: Console, description: str) -> Generator[Advance]:
-    """Yield a function `advance(done, total, note)` that shows how far the work is."""
+def progress(console: Console, description: str, *, transient: bool = False) -> Generator[Advance]:
+    """Yield a function `advance(done, total, note)` that shows how far the work is.
+
+    `transient`: the bar goes away at the end, for work that is often done at once.
+    """
     if not console.is_terminal:
         yield _lines(console, description)
         return
@@ -28,7 +31,7 @@ def progress(console: Console, description: str) -> Generator[Advance]:
         TimeRemainingColumn(),
         TextColumn("[dim]{task.fields[note]}[/dim]"),
     )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, transient=transient) as bar:
         task = bar.add_task(description, total=None, note="")
 
         def advance(done: int, total: int | None, note: str = "") -> None:

@@ -238,6 +238,20 @@ def load_wide_info(folder: str | Path, config: ModelConfig | None = None) -> Wid
     return info
 
 
+def read_sizes(folder: str | Path, *, dense: bool = False) -> tuple[ModelConfig, WideConfig | None]:
+    """A model folder's architecture and its routers' sizes, before any weight is read.
+
+    `dense`: leave the routers out; None where there are none.
+
+    Raises:
+        FileNotFoundError, ConfigError, WideConfigError: as loading the model would.
+    """
+    config = read_config(base_folder(folder))
+    if dense or not is_wide_folder(folder):
+        return config, None
+    return config, load_wide_info(folder, config).wide
+
+
 def load_wide_routers(
     folder: str | Path,
     config: ModelConfig,

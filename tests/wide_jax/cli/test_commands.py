@@ -12,9 +12,11 @@ from eval.text import read_text, tokenize
 from eval.windows import disjoint_windows
 from wide_jax.cli.main import COMMANDS, main
 from wide_jax.config import WideConfig
+from wide_jax.generate import generate, padded_sizes
 from wide_jax.hf.config import read_config
 from wide_jax.hf.pretrained import from_pretrained, save_pretrained
 from wide_jax.hf.tokenizer import load_tokenizer, text_encoder
+from wide_jax.memory import estimate_memory
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,13 @@ def cache(tmp_path, monkeypatch):
 def no_compile_cache(monkeypatch):
     """Tests must not leave JAX's cache pointing into a test's folder."""
     monkeypatch.setattr("wide_jax.cli.start.keep_compiled_programs", lambda console: None)
+
+
+@pytest.fixture
+def wide_folder(model_folder, tmp_path):
+    wide = WideConfig.for_model(read_config(model_folder), ffn_group_size=8)
+    model = from_pretrained(model_folder, wide=wide, seed=3)
+    return save_pretrained(model, tmp_path / "wide", base=model_folder)
 
 
 def run_demo(model_folder, text_file, *more):
@@ -96,14 +105,11 @@ def test_eval_ppl_prints_units_and_accounting(model_folder, text_file, tmp_path,
 
 
 def test_on_a_gpu_eval_ppl_adds_the_speedup_on_the_text_it_evaluated(
-    model_folder, text_file, tmp_path, monkeypatch, capsys
+    wide_folder, text_file, tmp_path, monkeypatch, capsys
 ):
-    wide = WideConfig.for_model(read_config(model_folder), ffn_group_size=8)
-    model = from_pretrained(model_folder, wide=wide, seed=3)
-    folder = save_pretrained(model, tmp_path / "wide", base=model_folder)
     records = tmp_path / "eval.jsonl"
-    arguments = ["eval", "ppl", "--model", str(folder), "--data", str(text_file), "--window", "64"]
-    arguments += ["--record", str(records)]
+    arguments = ["eval", "ppl", "--model", str(wide_folder), "--data", str(text_file)]
+    arguments += ["--window", "64", "--record", str(records)]
     timed = []
 
     def measure(model, ids):
@@ -120,7 +126,7 @@ def test_on_a_gpu_eval_ppl_adds_the_speedup_on_the_text_it_evaluated(
     assert main([*arguments, "--no-timing"]) == 0
     assert main([*arguments, "--dense"]) == 0
     tokens = tokenize(
-        read_text(text_file), text_encoder(load_tokenizer(model_folder)), join=True
+        read_text(text_file), text_encoder(load_tokenizer(wide_folder)), join=True
     ).documents[0]
     windows = disjoint_windows(tokens, 64)
     assert [ids.tolist() for ids in timed] == [np.concatenate([w.inputs for w in windows]).tolist()]
@@ -128,7 +134,8 @@ def test_on_a_gpu_eval_ppl_adds_the_speedup_on_the_text_it_evaluated(
     assert [r["speedup"] and r["speedup"]["decode"]["measured"] for r in found] == [
         None, 1.5, None, None,
     ]  # fmt: skip
-    assert [len(r["layers"]["ffn"]) for r in found] == [model.config.num_hidden_layers] * 4
+    layers = read_config(wide_folder).num_hidden_layers
+    assert [len(r["layers"]["ffn"]) for r in found] == [layers] * 4
     assert any(found[0]["layers"]["ffn"])
 
 
@@ -142,6 +149,80 @@ def test_generate_prints_text_and_respects_seeds(model_folder, tmp_path, capsys)
     assert main([*arguments, str(figures), *more]) == 0
     assert json.loads(figures.read_text())["tokens"] == first
     capsys.readouterr()
+
+
+def change_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ((), "float32"),
+        (("--dense",), "float32"),
+        (("--chat",), "bfloat16"),
+        (("--samples", "3", "--prefill-chunk", "5"), "bfloat16"),
+    ],
+    ids=["routers", "dense", "chat", "samples in pieces"],
+)
+def test_generate_says_its_memory_before_any_weight_is_loaded(
+    options, dtype, wide_folder, monkeypatch, capsys
+):
+    template = "{% for message in messages %}<s>{{ message['content'] }}, please{% endfor %}"
+    change_json(wide_folder / "tokenizer_config.json", chat_template=template)
+    change_json(wide_folder / "config.json", torch_dtype=dtype)
+    monkeypatch.setattr("wide_jax.memory.GIB", 2**10)  # or all of a tiny model's would be 0.00
+    before, ran = [], []
+
+    def load(*arguments, **settings):
+        before.append(capsys.readouterr().out)
+        return from_pretrained(*arguments, **settings)
+
+    def run(model, prompts, **settings):
+        ran.append((model, prompts))
+        return generate(model, prompts, **settings)
+
+    monkeypatch.setattr("wide_jax.cli.models.from_pretrained", load)
+    monkeypatch.setattr("wide_jax.cli.generate.generate", run)
+    arguments = ["generate", "--model", str(wide_folder), "--prompt", "the quick brown fox"]
+    assert main([*arguments, "--max-new-tokens", "3", *options]) == 0
+    assert "memory" not in capsys.readouterr().out
+    # What is loaded and run then is what the line was about.
+    [(model, prompts)] = ran
+    chunk = 5 if "--prefill-chunk" in options else None
+    width, capacity = padded_sizes(len(prompts[0]), 3, chunk)
+    weight = model.model.embed_tokens.weight[...]
+    assert weight.dtype == dtype
+    assert (model.wide is None) == ("--dense" in options)
+    expected = estimate_memory(
+        model.config,
+        model.wide,
+        batch=len(prompts),
+        piece=chunk or width,
+        capacity=capacity,
+        element_bytes=weight.dtype.itemsize,
+    )
+    [shown] = before
+    assert [line for line in shown.splitlines() if "memory" in line] == [expected.line()]
+
+
+def test_memory_is_said_even_where_the_weights_cannot_be_loaded(wide_folder, capsys):
+    for file in ("model.safetensors", "wide_routers.safetensors"):
+        (wide_folder / file).unlink()
+    arguments = ["generate", "--model", str(wide_folder), "--prompt", "the"]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert "memory, about: " in printed.out
+    assert "wide_routers.safetensors: missing file" in printed.err
+    assert main([*arguments, "--dense"]) == 1
+    printed = capsys.readouterr()
+    assert "memory, about: " in printed.out
+    assert "model.safetensors" in printed.err
+    change_json(wide_folder / "config.json", hidden_size=-1)  # what it needs to know is wrong
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert "memory" not in printed.out
+    assert "hidden_size" in printed.err
 
 
 def test_a_model_without_chat_template_says_so(model_folder, capsys):

@@ -4,23 +4,29 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from pallas_kernels._common.device import H200
 from wide_jax.cli.dial import parse_targets
 from wide_jax.cli.main import main
+from wide_jax.cli.models import load_model
 from wide_jax.config import WideConfig
 from wide_jax.dial import CLOSE, MOST, Goal, meet
+from wide_jax.generate import generate
 from wide_jax.hf.config import read_config
 from wide_jax.hf.pretrained import from_pretrained, save_pretrained, sparsity_hints
 from wide_jax.hf.wide_folder import load_wide_info, set_thresholds
 from wide_jax.kernels import SparsityHints
 from wide_jax.routing import MODULES
 
+TARGETS = {"attention": 0.3, "ffn": 0.35}  # of a training, as the folder has them
+
 
 @pytest.fixture
 def wide_folder(model_folder, tmp_path):
     wide = WideConfig.for_model(read_config(model_folder), ffn_group_size=8)
     model = from_pretrained(model_folder, wide=wide, seed=3)
-    return save_pretrained(model, tmp_path / "wide", base=model_folder)
+    return save_pretrained(model, tmp_path / "wide", base=model_folder, targets=TARGETS)
 
 
 def evaluated(folder, text_file, tmp_path):
@@ -53,6 +59,57 @@ def test_a_target_is_met_stored_and_taken_back(wide_folder, text_file, tmp_path)
     assert abs(apart["ffn"] - 0.2) < 0.02
     assert main(["dial", "--model", str(wide_folder), "--reset"]) == 0
     assert evaluated(wide_folder, text_file, tmp_path) == untouched
+
+
+def generated(folder):
+    """What masks skip of two prompts and of what follows them, as fractions by phase and module."""
+    prompts = [[7 * n % 256 + 3 for n in range(count)] for count in (40, 25)]
+    result = generate(from_pretrained(folder), prompts, max_new_tokens=16, stop_ids=())
+    found = {}
+    for phase, used in (("prefill", result.prefill_usage), ("decode", result.decode_usage)):
+        assert used is not None  # the folder has routers
+        groups = {"attention": used.attn_groups, "ffn": used.ffn_groups}
+        for module in MODULES:
+            skipped = np.asarray(getattr(used, module), np.float64)
+            pairs = float(used.tokens) * groups[module] * len(skipped)
+            found[phase, module] = skipped.sum() / pairs
+    return found
+
+
+def test_generate_skips_what_was_dialled(wide_folder, text_file):
+    untouched = generated(wide_folder)
+    assert all(0.3 < rate < 0.7 for rate in untouched.values())
+    for goal, sign in ((0.9, 1), (0.1, -1)):  # a higher threshold skips more, a lower one less
+        assert dial(wide_folder, text_file, "--target", f"attention={goal}", f"ffn={goal}") == 0
+        wide = load_wide_info(wide_folder).wide
+        assert sign * wide.attention_threshold > 0
+        assert sign * wide.ffn_threshold > 0
+        for (phase, module), rate in generated(wide_folder).items():
+            assert sign * (rate - untouched[phase, module]) > 0.2, (phase, module, rate)
+            assert abs(rate - goal) < 0.15, (phase, module, rate)  # another text: about as much
+    assert main(["dial", "--model", str(wide_folder), "--reset"]) == 0
+    assert generated(wide_folder) == untouched
+
+
+def test_kernels_are_told_the_rates_that_were_dialled(wide_folder, text_file, monkeypatch):
+    """As generate loads a model and as the commands do, `wide bench e2e` among them."""
+
+    def hints():
+        with monkeypatch.context() as patched:
+            patched.setattr("wide_jax.engine.current_device", lambda: H200)
+            patched.setattr("wide_jax.engine.triton_support.available", lambda: True)
+            loaded = from_pretrained(wide_folder)
+            command = load_model(Console(quiet=True), str(wide_folder), dtype="bfloat16")
+        assert command.model.kernels == loaded.kernels is not None
+        return loaded.kernels.hints
+
+    assert hints() == SparsityHints(**TARGETS)
+    assert dial(wide_folder, text_file, "--target", "attention=0.6", "ffn=0.2") == 0
+    rates = load_wide_info(wide_folder).rates
+    assert rates == pytest.approx({"attention": 0.6, "ffn": 0.2}, abs=0.02)
+    assert hints() == SparsityHints(**rates)  # what was measured, not what was asked for
+    assert main(["dial", "--model", str(wide_folder), "--reset"]) == 0
+    assert hints() == SparsityHints(**TARGETS)
 
 
 @pytest.mark.parametrize(
