@@ -437,6 +437,18 @@ def _check_request(
     for name, value in {**counts, "prefill_chunk": prefill_chunk}.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    check_prompts(config, prompts, max_new_tokens)
+
+
+def check_prompts(
+    config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
+    """Raise what `generate` would for these prompts: it needs no weights.
+
+    Raises:
+        ValueError: an empty prompt, an id outside the vocabulary, or prompt and new tokens together
+            beyond the model's `max_position_embeddings`.
+    """
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {row} has no tokens: begin it with a start token at least")

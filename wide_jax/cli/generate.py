@@ -12,7 +12,7 @@ from wide_jax.accounting import Usage, account
 from wide_jax.cli.files import check_writable_file, write_json
 from wide_jax.cli.models import FoundModel, find_model, load_found
 from wide_jax.cli.start import Platform, start
-from wide_jax.generate import Generation, generate, padded_sizes
+from wide_jax.generate import Generation, check_prompts, generate, padded_sizes
 from wide_jax.hf.config import stop_token_ids
 from wide_jax.hf.wide_folder import base_folder
 from wide_jax.memory import MemoryEstimate, estimate_memory
@@ -82,6 +82,7 @@ def main(args: Args) -> None:
     found = find_model(console, args.model, dense=args.dense)
     tokenizer = found.tokenizer
     prompt = _prompt_ids(tokenizer, args)
+    check_prompts(found.config, [prompt], args.max_new_tokens)
     memory = _memory(found, len(prompt), args).line()
     console.print(f"[dim]{memory}[/dim]", highlight=False, soft_wrap=True)
     model = load_found(console, found).model

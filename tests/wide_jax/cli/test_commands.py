@@ -225,6 +225,15 @@ def test_memory_is_said_even_where_the_weights_cannot_be_loaded(wide_folder, cap
     assert "hidden_size" in printed.err
 
 
+def test_a_prompt_that_cannot_run_is_refused_before_weights_are_read(wide_folder, capsys):
+    (wide_folder / "wide_routers.safetensors").unlink()
+    arguments = ["generate", "--model", str(wide_folder), "--prompt", "the"]
+    assert main([*arguments, "--max-new-tokens", "100000"]) == 1
+    printed = capsys.readouterr()
+    assert "max_new_tokens=100000 it passes max_position_embeddings" in printed.err
+    assert "memory" not in printed.out
+
+
 def test_a_model_without_chat_template_says_so(model_folder, capsys):
     assert main(["generate", "--model", str(model_folder), "--prompt", "hi", "--chat"]) == 1
     assert "chat template" in capsys.readouterr().err
