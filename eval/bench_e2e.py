@@ -1,4 +1,4 @@
-"""`wide bench e2e`: time to first token and time per token, dense and pruned, of a whole model.
+"""`wide bench e2e`: a prompt and each token after it, dense and pruned, of a whole model.
 
 Contenders take turns, run by run. Dense is the best of two: our kernels with everything on, and
 XLA's products with cuDNN's attention. The ideal beside a measurement is computed from the very
@@ -25,16 +25,17 @@ from eval import records
 from eval.carried_masks import SourceMasks, carried_variants, describe, described
 from eval.e2e_generate import (
     WAITING,
-    best_dense,
     routed_variant,
     step_usage_of,
     time_generate,
 )
 from eval.e2e_runs import (
     CompiledRun,
+    Models,
     Phase,
     Profile,
     Variant,
+    best_dense,
     compile_all,
     decided_usage,
     dense_variants,
@@ -56,15 +57,17 @@ from wide_jax.accounting import (
     ideal_prefill_speedup,
 )
 from wide_jax.config import ModelConfig, WideConfig
-from wide_jax.engine import split_on
 from wide_jax.generate import padded_sizes
-from wide_jax.kernels import Kernels
 from wide_jax.memory import estimate_memory
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced
 
 ELEMENT_BYTES = 2  # bf16
 SPARE = 1.1  # of an estimate of memory: masks of other variants, what XLA keeps a moment longer
+OF_A_PROGRAM = (  # fields that a call of `generate`, which runs several, has not
+    *("compile_seconds", "compiled_alone", "compiled_from_cache"),
+    *("temporary_gib", "peak_gib", "breakdown", "kernels"),
+)
 PROMPT = ("prefill", "ttft")  # phases whose time is a prompt's, not a token's
 
 
@@ -114,11 +117,6 @@ class Measured:
     ideal: float | None
     profile: Profile | None
 
-    @property
-    def ms(self) -> float:
-        """Median, milliseconds: of a prefill, or of one decode step."""
-        return statistics.median(self.samples_ms)
-
 
 def measure(
     architecture: ModelConfig,
@@ -162,7 +160,7 @@ def measure(
         if source is not None:
             about = describe(source, architecture, wide)
             console.print(described(about, architecture, wide), highlight=False)
-        model = random_model(architecture, wide) if trained is None else trained
+        models = Models.of(random_model(architecture, wide) if trained is None else trained)
         for batch in config.batches:
             for tokens in config.tokens:
                 refused = refusal(architecture, wide, batch, tokens, config, own=own)
@@ -175,7 +173,7 @@ def measure(
                     size = (batch, tokens, config.steps)
                     more = carried_variants(source, architecture, wide, *size)
                 dense = dense_variants()
-                for row in cell(model, wide, ids, config, own=own, dense=dense, more=more):
+                for row in cell(models, wide, ids, config, own=own, dense=dense, more=more):
                     record = common | {"model": name} | row
                     rows.append(record)
                     if config.json is not None:
@@ -183,7 +181,7 @@ def measure(
                     console.print(line(record), highlight=False)
                     for where in profile_lines(record):
                         console.print(f"[dim]{where}[/dim]", highlight=False)
-        del model
+        del models
     if not rows:
         raise RuntimeError("nothing could be measured: no cell fits, or none was asked for")
     console.print(table(rows))
@@ -240,12 +238,13 @@ def refusal(
 
     Steps alone need no prompt's activations, but for a model's `own` masks, which see one.
     """
-    if tokens + bench.steps > config.max_position_embeddings:
+    after = bench.steps * (2 if bench.generate else 1)
+    if tokens + after > config.max_position_embeddings:
         return f"beyond max_position_embeddings={config.max_position_embeddings}"
-    piece, capacity = tokens if own or "prefill" in bench.phases else 1, tokens + bench.steps
+    piece, capacity = tokens if own or "prefill" in bench.phases else 1, tokens + after
     if bench.generate:
-        piece = max(piece, bench.prefill_chunk or tokens)
-        capacity = max(capacity, padded_sizes(tokens, 1 + bench.steps, bench.prefill_chunk)[1])
+        width, room = padded_sizes(tokens, after, bench.prefill_chunk)
+        piece, capacity = max(piece, bench.prefill_chunk or width), max(capacity, room)
     estimate = estimate_memory(
         config, wide, batch=batch, piece=piece, capacity=capacity, element_bytes=ELEMENT_BYTES
     )
@@ -268,7 +267,7 @@ def _gib(size: int | None) -> float | None:
 
 
 def cell(
-    model: WideForCausalLM,
+    models: Models,
     wide: WideConfig,
     ids: jax.Array,
     config: E2EConfig,
@@ -278,12 +277,12 @@ def cell(
     more: Sequence[Variant] = (),
 ) -> Iterator[dict[str, Any]]:
     """The records of one `ids[B, T]`: dense, random masks, `own`: the routers', and `more`."""
-    architecture, (batch, tokens) = model.config, ids.shape
+    architecture, (batch, tokens) = models.routed.config, ids.shape
+    prompt = tokens if "prefill" in config.phases else 1  # masks of a prompt that is not run
     variants = list(dense)
-    variants += [forced_variant(architecture, wide, batch, tokens, s) for s in config.sparsities]
+    variants += [forced_variant(architecture, wide, batch, prompt, s) for s in config.sparsities]
     if own:
-        every, kernels = Argmax(), model.kernels or Kernels()  # with the hints that it came with
-        variants.append(Variant("wide", kernels, every, every, None, "trained"))
+        variants.append(routed_variant(models.routed, own=True))
     variants += more
     shared = {
         "batch": batch,
@@ -293,11 +292,12 @@ def cell(
         "layers": architecture.num_hidden_layers,
     }
     for phase in config.phases:
-        found = _phase(model, wide, variants, ids, phase, config)
-        best = min((m for m in found if m.variant.name.startswith("dense")), key=lambda m: m.ms)
+        found = _phase(models, wide, variants, ids, phase, config)
+        best = found[best_dense(variants, [one.samples_ms for one in found])]
         for one in found:
             yield {
                 "phase": phase,
+                "prefill_chunk": None,
                 **shared,
                 **_skipped(one.variant, one.accounting),
                 **_times(phase, batch, tokens, one.samples_ms, best.samples_ms),
@@ -312,41 +312,43 @@ def cell(
                 "kernels": None if one.profile is None else one.profile.kernels,
             }
     if config.generate:
-        asked = [*dense, routed_variant(model, own=own)]
-        yield from (shared | row for row in _generated(model, wide, asked, ids, config))
+        asked = [*dense, routed_variant(models.routed, own=own)]
+        yield from (shared | row for row in _generated(models, wide, asked, ids, config))
 
 
 def _generated(
-    model: WideForCausalLM,
+    models: Models,
     wide: WideConfig,
     variants: Sequence[Variant],
     ids: Int[Array, "B T"],
     config: E2EConfig,
 ) -> Iterator[dict[str, Any]]:
     """What `generate` took, of every variant: its first token, and each one after it."""
-    batch, tokens = ids.shape
+    architecture, (batch, tokens) = models.routed.config, ids.shape
     found = time_generate(
-        model,
+        models,
         variants,
         np.asarray(ids),
         steps=config.steps,
         rounds=max(3, config.rounds),
+        seconds=config.seconds_per_cell,
         prefill_chunk=config.prefill_chunk,
     )
     for waiting in WAITING:
-        best = best_dense(found, waiting)
-        for one in found:
+        samples = [one.samples_ms[waiting] for one in found]
+        best = best_dense(variants, samples)
+        for variant, taken, one in zip(variants, samples, found, strict=True):
             used = one.usage[waiting]
             skipped = None if used is None else (used, step_usage_of(used, batch))
-            accounting = None if skipped is None else _accounting(model.config, wide, skipped)
+            accounting = None if skipped is None else _accounting(architecture, wide, skipped)
             yield {
                 "phase": waiting,
                 "prefill_chunk": config.prefill_chunk,
-                **_skipped(one.variant, accounting),
-                **_times(waiting, batch, tokens, one.samples_ms[waiting], best.samples_ms[waiting]),
-                "dense": best.variant.name,
-                "ideal_speedup": _ideal(model.config, wide, skipped, waiting, batch),
-                **dict.fromkeys(("compile_seconds", "peak_gib", "breakdown", "kernels")),
+                **_skipped(variant, accounting),
+                **_times(waiting, batch, tokens, taken, samples[best]),
+                "dense": variants[best].name,
+                "ideal_speedup": _ideal(architecture, wide, skipped, waiting, batch),
+                **dict.fromkeys(OF_A_PROGRAM),
             }
 
 
@@ -377,7 +379,7 @@ def _times(
 
 
 def _phase(
-    model: WideForCausalLM,
+    models: Models,
     wide: WideConfig,
     variants: list[Variant],
     ids: jax.Array,
@@ -385,7 +387,7 @@ def _phase(
     config: E2EConfig,
 ) -> list[Measured]:
     """Compile every variant, then run them in turns."""
-    batch, tokens = ids.shape
+    model, (batch, tokens) = models.routed, ids.shape
     lengths = jnp.full(batch, tokens, jnp.int32)
     capacity = tokens + config.steps
     if phase == "prefill":
@@ -393,14 +395,14 @@ def _phase(
         function, first, last, calls = run_prefill, (ids, lengths), (), 1
     else:
         if any(isinstance(v.step_routing, Argmax) for v in variants):  # these see what is cached
-            cache = _filled(model, ids, lengths, empty_cache(model.config, batch, capacity))
+            cache = _filled(models, ids, lengths, empty_cache(model.config, batch, capacity))
         else:
             cache = random_cache(model.config, batch, tokens, capacity)
         token = jnp.zeros((batch,), jnp.int32)
         function, first, last, calls = run_decode, (token,), (config.steps,), config.steps
     states, wanted = [], []
     for variant in variants:
-        graphdef, state = split_on(model, variant.kernels)
+        graphdef, state = models.split(variant)
         states.append(state)
         arguments = (graphdef, state, *first, cache, variant.asks(phase), *last)
         wanted.append((function, arguments))
@@ -450,10 +452,10 @@ def _phase(
     ]
 
 
-def _filled(model: WideForCausalLM, ids, lengths, cache):
+def _filled(models: Models, ids, lengths, cache):
     """The cache after a dense prefill."""
     variant = dense_variants()[0]
-    graphdef, state = split_on(model, variant.kernels)
+    graphdef, state = models.split(variant)
     _, cache = run_prefill(graphdef, state, ids, lengths, cache, variant.routing)
     held = jnp.array(lengths)  # a copy: whoever gets the cache donates it
     return jax.block_until_ready(dataclasses.replace(cache, lengths=held))

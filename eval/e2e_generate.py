@@ -5,18 +5,16 @@ call has: arguments checked and moved, sampling, log-probabilities, accounting, 
 """
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
-from eval.e2e_runs import Variant
+from eval.e2e_runs import Models, Variant
 from wide_jax.accounting import StepUsage, Usage
-from wide_jax.engine import split_on
 from wide_jax.generate import Generation, Prepared, generate
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
@@ -30,7 +28,6 @@ WAITING: tuple[Waiting, ...] = get_args(Waiting)
 class Waited:
     """One variant: milliseconds of every turn, and what its masks skipped (None: not routed)."""
 
-    variant: Variant
     samples_ms: Mapping[Waiting, tuple[float, ...]]
     usage: Mapping[Waiting, Usage | None]
 
@@ -44,34 +41,36 @@ def routed_variant(model: WideForCausalLM, *, own: bool) -> Variant:
 
 
 def time_generate(
-    model: WideForCausalLM,
+    models: Models,
     variants: Sequence[Variant],
     ids: Int[np.ndarray, "B T"],
     *,
     steps: int,
     rounds: int,
+    seconds: float,
     prefill_chunk: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Waited]:
-    """Call `generate` for one token and for `steps` more, variant by variant in turns.
+    """Call `generate` for one token, and for `2 * steps`, variant by variant in turns.
 
-    A token after the first takes the difference of the two calls, over `steps`. Calls are greedy
+    Of the second call its second half counts, from the callback after `steps` tokens to the one
+    after all: two calls' difference would have the spread of their prompts in it. Calls are greedy
     and never stop early; the first round, which compiles, does not count.
 
     Args:
-        model: its weights; each variant has its own kernels.
-        variants: ways to run it, with one routing for prompt and steps.
+        models: with and without routers; each variant has its own kernels.
+        variants: ways to run, with one routing for prompt and steps.
         ids: prompts of equal length.
-        steps: tokens after the first, at least 1.
+        steps: tokens that are timed, at least 1.
         rounds: timed turns.
+        seconds: fewer turns, but 3, where they would take longer.
         prefill_chunk: prompts run in pieces of so many tokens; None: at once.
         clock: seconds.
     """
     prompts = ids.tolist()
-    config, dtype = model.config, model.model.embed_tokens.weight[...].dtype
-    ready = [Prepared(config, dtype, *split_on(model, v.kernels)) for v in variants]
+    ready = [Prepared(models.routed.config, *models.split(variant)) for variant in variants]
 
-    def timed(index: int, tokens: int) -> tuple[float, Generation]:
+    def call(index: int, tokens: int, **options: Any) -> tuple[float, Generation]:
         start = clock()
         made = generate(
             ready[index],
@@ -80,32 +79,33 @@ def time_generate(
             routing=variants[index].routing,
             stop_ids=(),
             prefill_chunk=prefill_chunk,
+            **options,
         )
-        return 1e3 * (clock() - start), made
+        return clock() - start, made
 
     samples: list[dict[Waiting, list[float]]] = [{"ttft": [], "tpot": []} for _ in variants]
     last: dict[int, Generation] = {}
-    for turn in range(1 + rounds):
+    spent, turn = 0.0, 0
+    while turn <= rounds and (turn <= 3 or spent < seconds):
         for index, taken in enumerate(samples):
-            first, _ = timed(index, 1)
-            whole, last[index] = timed(index, 1 + steps)
+            seen: list[float] = []
+            first, _ = call(index, 1)
+            whole, last[index] = call(
+                index, 2 * steps, on_tokens=lambda _, seen=seen: seen.append(clock()),
+                stream_every=steps,
+            )  # fmt: skip
             if turn:
-                taken["ttft"].append(first)
-                taken["tpot"].append((whole - first) / steps)
+                taken["ttft"].append(1e3 * first)
+                taken["tpot"].append(1e3 * (seen[1] - seen[0]) / steps)
+                spent += first + whole
+        turn += 1
     return [
         Waited(
-            variant,
             {waiting: tuple(taken[waiting]) for waiting in WAITING},
             jax.device_get({"ttft": made.prefill_usage, "tpot": made.decode_usage}),
         )
-        for variant, taken, made in zip(variants, samples, last.values(), strict=True)
+        for taken, made in zip(samples, last.values(), strict=True)
     ]
-
-
-def best_dense(found: Sequence[Waited], waiting: Waiting) -> Waited:
-    """The faster way to run with everything on, by its median."""
-    dense = [one for one in found if one.variant.mask == "none"]
-    return min(dense, key=lambda one: statistics.median(one.samples_ms[waiting]))
 
 
 def step_usage_of(usage: Usage, batch: int) -> StepUsage | None:

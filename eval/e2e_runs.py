@@ -5,6 +5,7 @@ Both are the functions that `generate` runs. A decode loop draws greedily and st
 
 import dataclasses
 import functools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,12 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.engine import split_on
 from wide_jax.generate import decode_step, prefill
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
-from wide_jax.hf.pretrained import build
+from wide_jax.hf.pretrained import build, without_routers
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.random_weights import random_weight
 from wide_jax.routing import AllOn, Forced, Masks, Routing
+from wide_jax.structure import Structure
 
 Phase = Literal["prefill", "decode"]
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # the event that JAX records
@@ -49,6 +51,33 @@ class Variant:
     def asks(self, phase: Phase) -> Routing:
         """How groups are chosen in a phase."""
         return self.routing if phase == "prefill" else self.step_routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What variants run on: a model with routers, and the dense one that shares its weights.
+
+    The dense model has no routers, as who runs one has none: among a call's arguments they would
+    cost it time.
+    """
+
+    routed: WideForCausalLM
+    dense: WideForCausalLM
+
+    @classmethod
+    def of(cls, model: WideForCausalLM) -> "Models":
+        """Both of a model; a dense one is both."""
+        return cls(model, model if model.wide is None else without_routers(model))
+
+    def split(self, variant: Variant) -> tuple[Structure, nnx.State]:
+        """The variant's model on its kernels."""
+        return split_on(self.dense if variant.mask == "none" else self.routed, variant.kernels)
+
+
+def best_dense(variants: Sequence[Variant], samples: Sequence[Sequence[float]]) -> int:
+    """Which of the variants with everything on is the fastest, by its median."""
+    dense = [index for index, variant in enumerate(variants) if variant.mask == "none"]
+    return min(dense, key=lambda index: statistics.median(samples[index]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +130,10 @@ def compile_all(
         done = lowered.compile()
         spent = tracing + time.perf_counter() - start
         memory = done.memory_analysis()
-        temporary = memory.temp_size_in_bytes
-        peak = temporary + memory.argument_size_in_bytes
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
         peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return CompiledRun(done, spent, threading.get_ident() in found, temporary, peak)
+        cached = threading.get_ident() in found
+        return CompiledRun(done, spent, cached, memory.temp_size_in_bytes, peak)
 
     found = set()  # threads whose program was found: JAX says so where it compiles
 
@@ -204,7 +233,10 @@ def dense_variants() -> list[Variant]:
 def forced_variant(
     config: ModelConfig, wide: WideConfig, batch: int, tokens: int, sparsity: float
 ) -> Variant:
-    """WIDE with random masks. With a hint of 0 the routers are off, as a user would have it."""
+    """WIDE with random masks, for prompts of `tokens` and for steps.
+
+    With a hint of 0 the routers are off, as a user would have it.
+    """
     asked = sparsity > 0
     masks = random_masks(config, wide, batch, tokens, sparsity, seed=1)
     step = random_masks(config, wide, batch, 1, sparsity, seed=2)

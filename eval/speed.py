@@ -20,11 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from eval.e2e_runs import CompiledRun, Phase, Variant, compile_all, dense_variants, run_prefill
+from eval.e2e_runs import (
+    CompiledRun,
+    Models,
+    Phase,
+    Variant,
+    compile_all,
+    dense_variants,
+    run_prefill,
+)
 from eval.scoring import Ran, element_bytes, element_dtype, full_precision
 from wide_jax.accounting import StepUsage, ideal_decode_speedup, ideal_prefill_speedup
 from wide_jax.cache import KVCache
-from wide_jax.engine import split_on
 from wide_jax.generate import decode_step, prefill
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax, Routing
@@ -237,7 +244,8 @@ def _compile(
     cache: KVCache,
 ) -> _Programs:
     """Compile both phases of every variant for arrays of these shapes, side by side."""
-    splits = [split_on(model, variant.kernels) for variant in variants]
+    models = Models.of(model)
+    splits = [models.split(variant) for variant in variants]
     prefills = [
         (run_prefill, (graphdef, state, prompt, lengths, cache, variant.routing))
         for (graphdef, state), variant in zip(splits, variants, strict=True)

@@ -8,6 +8,7 @@ cache length cannot change a row's result.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,20 +58,24 @@ class Generation:
 class Prepared:
     """A model as it is now, for many calls of `generate`: what changes in it later is not seen.
 
-    Each call looks through all modules otherwise: some 25 ms of the host for 32 layers, as long as
-    a GPU takes for a prompt of 1,024 tokens.
+    Each call looks through all modules otherwise: tens of milliseconds of the host for 32 layers,
+    as long as a GPU takes for a prompt of 1,024 tokens.
     """
 
     config: ModelConfig
-    dtype: jnp.dtype  # of the weights, and so of the cache
     graphdef: nnx.GraphDef
     state: nnx.State
 
     @classmethod
     def of(cls, model: WideForCausalLM) -> "Prepared":
         """Split the model, as `wide_jax.structure.split` does."""
-        dtype = model.model.embed_tokens.weight[...].dtype
-        return cls(model.config, dtype, *split(model))
+        return cls(model.config, *split(model))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights, and so of the cache."""
+        weight: Any = self.state["model"]["embed_tokens"]["weight"]
+        return weight.dtype
 
 
 @jax.tree_util.register_dataclass
@@ -269,7 +274,8 @@ def generate(
         temperatures: one per row, instead of the sampler's.
         seeds: one per row, by default 0, 1, 2, ...; a row's tokens depend on its own only.
         stop_ids: tokens that end a row; by default the model's end-of-sequence ids.
-        prefill_chunk: run prompts in pieces of so many tokens, to bound memory.
+        prefill_chunk: run prompts in pieces of so many tokens, to bound the memory of their
+            activations; the cache has slots for a power of two of pieces.
         on_tokens: called with each row's newest tokens, every `stream_every` steps; without it the
             whole loop stays on the device.
         stream_every: steps between two calls of `on_tokens`.

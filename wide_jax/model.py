@@ -19,6 +19,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels, without_gradient
 from wide_jax.layers import Embedding, Linear, RMSNorm, rotary_angles
 from wide_jax.mlp import MLP
+from wide_jax.params import RouterParam
 from wide_jax.partition import constrain
 from wide_jax.router import Router, decide
 from wide_jax.routing import (
@@ -273,9 +274,12 @@ class WideForCausalLM(nnx.Module):
 
 
 def _undifferentiable(decoder: DecoderModel) -> DecoderModel:
-    """The same weights; a derivative by them raises an error that says what to do."""
-    graphdef, state = nnx.split(decoder)
-    return nnx.merge(graphdef, without_gradient(state))
+    """The same weights; a derivative by them raises an error that says what to do.
+
+    Routers apart from the rest: where none is asked, they are then no arguments of the program.
+    """
+    graphdef, routers, rest = nnx.split(decoder, RouterParam, ...)
+    return nnx.merge(graphdef, without_gradient(routers), without_gradient(rest))
 
 
 def attention_inputs(

@@ -147,8 +147,9 @@ def seed_table(results: Results) -> str:
         mean = sum(losses) / len(losses)
         spread = math.sqrt(sum((x - mean) ** 2 for x in losses) / (len(losses) - 1))
         seeds = ", ".join(str(r.row.seed) for r in members)
-        listed = ", ".join(interval(r.perplexity).partition(" ")[0] for r in members)
-        tasks = ", ".join(interval(r.mean(), 1, 100).partition(" ")[0] or "none" for r in members)
+        listed = ", ".join(_number(math.exp(loss), 2) for loss in losses)
+        means = [r.mean() for r in members]
+        tasks = ", ".join("none" if m is None else _number(100 * m.value, 1) for m in means)
         lines.append(f"| `{name}` | {seeds} | {listed} | {mean:.3f} | {spread:.3f} | {tasks} |")
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
@@ -201,12 +202,11 @@ def _rivals(row: Row, results: Results) -> list[Result]:
         plain = dataclasses.replace(row, distill="off")
         return [results[plain.id]] if ordinary(plain) and plain.id in results else []
     rivals = alike(row, results, ("depth", "static", "layer"))
-    if row.stage == 1:
-        rivals += [
-            other
-            for other in results.values()
-            if other.row.method == "threshold" and other.row.target == row.target
-        ]
+    rivals += [
+        other
+        for other in results.values()
+        if other.row.method == "threshold" and other.row.target == row.target
+    ]
     if row.parent is not None and row.parent.id in results:
         rivals.append(results[row.parent.id])
     return rivals + [

@@ -1,6 +1,7 @@
 """The end-to-end benchmark: its cells, its ideals, what it refuses. Times on a CPU mean nothing."""
 
 import dataclasses
+import functools
 import io
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ from eval.carried_masks import carried_variants, source_masks
 from eval.e2e_generate import routed_variant, time_generate
 from eval.e2e_plots import write_plots
 from eval.e2e_runs import (
+    Models,
     compile_all,
     dense_variants,
     empty_cache,
@@ -43,7 +45,7 @@ from wide_jax.cli.main import main
 from wide_jax.config import WideConfig
 from wide_jax.engine import split_on
 from wide_jax.generate import generate
-from wide_jax.hf.pretrained import new_routers, tensors_of
+from wide_jax.hf.pretrained import new_routers, tensors_of, without_routers
 from wide_jax.hf.save import save_model
 from wide_jax.hf.wide_folder import save_wide_model
 from wide_jax.kernels import Kernels, SparsityHints
@@ -87,7 +89,7 @@ def rows():
     # Compiling ahead puts descriptions of arrays where run-time checks expect arrays.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        return list(cell(model, wide, ids, bench, own=True, dense=DENSE, more=more))
+        return list(cell(Models.of(model), wide, ids, bench, own=True, dense=DENSE, more=more))
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -158,7 +160,8 @@ def test_rows_are_records_a_table_and_plots(rows, tmp_path):
     paths = write_plots(single, tmp_path)
     assert len(paths) == 3
     assert all(path.stat().st_size > 1000 for path in paths)
-    assert write_plots(rows, tmp_path / "none") == []  # of two sequences
+    waits = [r | {"phase": "ttft"} for r in single]
+    assert write_plots(rows + waits, tmp_path / "none") == []  # of two sequences; not drawn
     assert not (tmp_path / "none").exists()
 
 
@@ -184,48 +187,82 @@ def test_the_documents_plots_are_of_one_context_and_one_group_size(rows, tmp_pat
 
 
 def test_memory_is_of_each_variants_own_program(rows):
-    """Weights, routers and cache are arguments of all; the masks of forced ones only."""
+    """Weights and cache are arguments of all; routers and masks only of those that use them."""
     model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
-    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     cache = sum(x.nbytes for x in jax.tree.leaves(empty_cache(TINY, 2, 18)))
-    prefills = [row for row in rows if row["phase"] == "prefill"]
-    for row in prefills:
-        assert row["peak_gib"] * 2**30 >= row["temporary_gib"] * 2**30 + cache
-    [trained] = [row for row in prefills if row["mask"] == "trained"]
-    assert (trained["peak_gib"] - trained["temporary_gib"]) * 2**30 >= weights + cache
-    assert len({row["peak_gib"] for row in prefills}) > 2
+    routed, dense = (
+        sum(x.nbytes for x in jax.tree.leaves(nnx.state(m)))
+        for m in (model, without_routers(model))
+    )
+    held = {}  # beside what a program needs between
+    for row in (row for row in rows if row["phase"] == "prefill"):
+        kind = row["variant"], row["mask"], row["sparsity"] > 0
+        held[kind] = 2**30 * (row["peak_gib"] - row["temporary_gib"])
+    small = 300  # prompts, lengths, drawn tokens
+    masks = 2 * 16 * TINY.num_hidden_layers * (2 + 4)  # booleans
+    assert 0 <= held["dense", "none", False] - (dense + cache) < small
+    assert 0 <= held["wide", "trained", True] - (routed + cache) < small
+    assert 0 <= held["wide", "random", False] - (dense + cache + masks) < small  # routers off
+    assert 0 <= held["wide", "random", True] - (routed + cache + masks) < small
 
 
-def test_generate_is_timed_as_its_caller_sees_it():
-    """With a clock that a token advances by 3: 5 + 3 for the first, and 3 for each one after."""
+def test_dense_runs_without_routers_and_shares_the_weights():
+    model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
+    models = Models.of(model)
+    weights = jax.tree.leaves(models.split(DENSE[0])[1])
+    every = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(nnx.state(model))}
+    assert {x.unsafe_buffer_pointer() for x in weights} < every
+    routed = models.split(routed_variant(model, own=False))[1]
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(routed)} == every
+    assert Models.of(models.dense).dense is models.dense
+
+
+def test_generate_is_timed_as_its_caller_sees_it(monkeypatch):
+    """With a clock that a prompt advances by 5 and a token by 3: 8 to the first, 3 after it."""
     model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
     now, calls = [0.0], []
 
-    def generating(ready, prompts, *, max_new_tokens, **options):
-        calls.append((max_new_tokens, options["prefill_chunk"]))
-        now[0] += 5.0 + 3.0 * max_new_tokens
-        return generate(ready, prompts, max_new_tokens=max_new_tokens, **options)
+    def generating(ready, prompts, *, max_new_tokens, on_tokens=None, **options):
+        calls.append((ready.graphdef, max_new_tokens, options["prefill_chunk"]))
+        now[0] += 5.0
+
+        def seen(tokens):
+            now[0] += 3.0 * len(tokens[0])
+            on_tokens(tokens)
+
+        told = None if on_tokens is None else seen
+        made = generate(ready, prompts, max_new_tokens=max_new_tokens, on_tokens=told, **options)
+        if on_tokens is None:
+            now[0] += 3.0 * max_new_tokens
+        return made
 
     variants = [DENSE[1], routed_variant(model, own=False)]
     ids = np.arange(32).reshape(2, 16)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(e2e_generate, "generate", generating)
-        dense, wide = time_generate(
-            model, variants, ids, steps=4, rounds=2, prefill_chunk=8, clock=lambda: now[0]
-        )
-    assert calls == [(1, 8), (5, 8)] * 6  # two variants, two rounds after the first
+    monkeypatch.setattr(e2e_generate, "generate", generating)
+    timed = functools.partial(
+        time_generate, Models.of(model), variants, ids, steps=4, prefill_chunk=8,
+        clock=lambda: now[0],
+    )  # fmt: skip
+    dense, wide = timed(rounds=2, seconds=1e9)
+    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 6  # a round to compile, and two
+    graphs = [call[0] for call in calls]
+    assert graphs == [graphs[0], graphs[0], graphs[2], graphs[2]] * 3  # in turns
+    assert graphs[0] != graphs[2]
     for one in (dense, wide):
         assert one.samples_ms == {"ttft": (8e3, 8e3), "tpot": (3e3, 3e3)}
     assert dense.usage == {"ttft": None, "tpot": None}
     assert float(wide.usage["ttft"].tokens) == 32
-    assert float(wide.usage["tpot"].tokens) == 2 * 4  # the last token drawn is never run
+    assert float(wide.usage["tpot"].tokens) == 2 * 7  # the last token drawn is never run
+    assert [len(one.samples_ms["ttft"]) for one in timed(rounds=9, seconds=1.0)] == [3, 3]
 
 
-def test_the_first_token_and_each_after_it_are_rows_of_a_cell():
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_first_token_and_each_after_it_are_rows_of_a_cell(batch, tmp_path):
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
-    model = random_model(TINY, wide)
+    models = Models.of(random_model(TINY, wide))
     bench = dataclasses.replace(BENCH, phases=(), generate=True, rounds=3)
-    found = list(cell(model, wide, prompt_ids(64, 1, 16, None), bench, own=False, dense=DENSE))
+    ids = prompt_ids(64, batch, 16, None)
+    found = list(cell(models, wide, ids, bench, own=False, dense=DENSE))
     assert [(r["phase"], r["variant"], r["mask"]) for r in found] == [
         (phase, *variant)
         for phase in ("ttft", "tpot")
@@ -233,12 +270,25 @@ def test_the_first_token_and_each_after_it_are_rows_of_a_cell():
     ]
     for row in found:
         record = records.common_fields("e2e") | {"model": "tiny"} | row
+        records.append_record(tmp_path / "e2e.jsonl", record)
         assert "compiled" not in line(record)
         assert (row["accounting"] is None) == (row["mask"] == "none")
+        unknown = row["phase"] == "tpot" and batch > 1 and row["mask"] != "none"
+        assert (row["ideal_speedup"] is None) == unknown  # what the steps of several rows read
+        assert ("ideal" in line(record)) != unknown
         if row["mask"] != "none":
             assert row["accounting"]["paper"] == row["sparsity"] > 0
             assert row["ideal_speedup"] != 1.0
     assert table([{"model": "tiny"} | row for row in found]).row_count == 6
+
+
+def test_all_rows_of_the_benchmark_have_the_same_fields(rows):
+    wide = WideConfig.for_model(TINY, ffn_group_size=16)
+    bench = dataclasses.replace(BENCH, phases=(), generate=True, rounds=3)
+    ids = prompt_ids(64, 1, 16, None)
+    models = Models.of(random_model(TINY, wide))
+    [*_, waited] = cell(models, wide, ids, bench, own=False, dense=DENSE[1:])
+    assert waited.keys() == rows[0].keys()
 
 
 def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):
@@ -289,6 +339,9 @@ def test_cells_that_do_not_fit_are_refused_in_words():
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
     assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 63, BENCH)
     assert refusal(TINY, wide, 1, 16, BENCH) is None
+    twice = dataclasses.replace(BENCH, generate=True)  # half of its steps are timed
+    assert refusal(TINY, wide, 1, 60, twice) is None
+    assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 61, twice)
 
 
 def test_a_cell_is_refused_when_its_memory_is_more_than_jax_has(monkeypatch):
@@ -304,7 +357,11 @@ def test_a_cell_is_refused_when_its_memory_is_more_than_jax_has(monkeypatch):
     assert refusal(large, wide, 4, 16_384, both) is None
     asked = dataclasses.replace(steps, generate=True)
     assert refusal(large, wide, 4, 65_536, asked) is not None
-    assert refusal(large, wide, 4, 65_536, dataclasses.replace(asked, prefill_chunk=4_096)) is None
+    # `generate` pads prompts to a power of two.
+    needs = [refusal(large, wide, 4, tokens, asked) for tokens in (40_000, 65_536)]
+    assert needs[0] == needs[1]
+    pieces = dataclasses.replace(asked, prefill_chunk=4_096)
+    assert refusal(large, wide, 4, 65_536, pieces) is None
     monkeypatch.setattr(bench_e2e, "memory_limit", lambda: None)
     assert refusal(large, wide, 16, 65_536, both) is None
 

@@ -12,18 +12,16 @@ from tests.eval.test_bench_e2e import TINY
 from tests.wide_jax.conftest import forward
 from wide_jax.batch import TokenBatch
 from wide_jax.config import WideConfig
-from wide_jax.hf.mapping import is_router
-from wide_jax.hf.pretrained import build, tensors_of
+from wide_jax.hf.pretrained import build, tensors_of, without_routers
 from wide_jax.routing import AllOn
 
 WIDE = WideConfig.for_model(TINY, ffn_group_size=16)
 
 
-def without_routers(model, dtype):
+def dense_model(model, dtype):
     """The dense model of the same weights: it has nothing to make a mask with."""
-    tensors = tensors_of(model, lambda name: not is_router(name))
-    cast = {name: array.astype(dtype) for name, array in tensors.items()}
-    return build(TINY, None, cast, dtype=dtype)
+    tensors = tensors_of(without_routers(model))
+    return build(TINY, None, {n: a.astype(dtype) for n, a in tensors.items()}, dtype=dtype)
 
 
 def test_kernel_path_computes_the_model():
@@ -40,8 +38,8 @@ def test_kernel_path_computes_the_model():
     assert found.bf16_error <= BF16_LIMIT * found.bf16_dense_error
     batch = TokenBatch.from_lengths(ids)
     with jax.default_matmul_precision("float32"):
-        wanted, _ = forward(without_routers(model, jnp.float32), batch, AllOn())
-    got, _ = forward(without_routers(model, jnp.bfloat16), batch, AllOn())
+        wanted, _ = forward(dense_model(model, jnp.float32), batch, AllOn())
+    got, _ = forward(dense_model(model, jnp.bfloat16), batch, AllOn())
     error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
     assert found.bf16_dense_error == pytest.approx(float(error), rel=1e-3)
     # Masks change it by much more than that, so that the line above tells them apart.

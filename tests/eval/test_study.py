@@ -29,7 +29,7 @@ from eval.study import document, schedule, speed
 from eval.study.__main__ import main
 from eval.study.expectations import expectations
 from eval.study.figures import figures
-from eval.study.findings import Result, bootstrap, difference, read
+from eval.study.findings import Result, bootstrap, difference, planned, read
 from eval.study.locks import Lock
 from eval.study.make import make, rehearse
 from eval.study.measure import measure
@@ -728,6 +728,28 @@ def test_the_command_starts_jobs_and_says_what_is_left(settings, tmp_path, capsy
     assert record["command"].endswith("--job dense.perplexity")
     assert main(arguments) == 0
     assert "0 of 1 jobs are left" in capsys.readouterr().out
+
+
+def test_the_command_hands_its_numbers_of_processes_on(settings, tmp_path, monkeypatch):
+    arguments = ["--out", str(tmp_path), "--record", str(tmp_path / "study.jsonl")]
+    for name in ("model", "data_dir", "calibration", "text"):
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    given = []
+
+    def running(jobs, settings, start, **options):
+        given.append({name: options[name] for name in ("slots", "making", "ahead")})
+        return schedule.Outcome([], [], list(jobs))
+
+    monkeypatch.setattr("eval.study.__main__.run", running)
+    assert main([*arguments, "--jobs", "5", "--making", "1", "--ahead", "3"]) == 0
+    assert main([*arguments, "--jobs", "5"]) == 0
+    assert given == [dict(slots=5, making=1, ahead=3), dict(slots=5, making=2, ahead=0)]
+
+
+def test_rows_of_every_length_stand_wave_by_wave(study_file):
+    waves = [row.wave for row in planned(record for _, record in read_records(study_file))]
+    assert waves == sorted(waves)
+    assert len(waves) > len(plan())  # 500 updates and 300
 
 
 def test_a_row_says_how_it_was_made():

@@ -141,7 +141,7 @@ def test_a_cache_is_made_once_and_again_when_its_source_changes(tmp_path, model_
 
 
 def test_content_is_named_alike_wherever_its_text_lies(tmp_path):
-    """So that a run goes on after its text was moved, copied or fetched again."""
+    """So that a run goes on after its text was fetched again, or moved with the run's folder."""
 
     def content(folder, texts, end_token=None):
         build(tmp_path / folder, folder, iter(texts), encode, end_token)

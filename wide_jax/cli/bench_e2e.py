@@ -1,4 +1,4 @@
-"""`wide bench e2e`: time to first token and time per token of a whole model, dense and pruned."""
+"""`wide bench e2e`: a prompt and each token after it, dense and pruned, of a whole model."""
 
 import dataclasses
 import gc

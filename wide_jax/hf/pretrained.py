@@ -177,6 +177,19 @@ def tensors_of(
     return {name: array for name, array in found.items() if keep(name)}
 
 
+def without_routers(model: WideForCausalLM) -> WideForCausalLM:
+    """The dense model of the same weights, which the two share; on the same kernels.
+
+    Raises:
+        KeyError: an unmerged LoRA.
+    """
+    tensors = tensors_of(model, lambda name: not is_router(name))
+    dtype = model.model.embed_tokens.weight[...].dtype
+    dense = build(model.config, None, tensors, dtype=dtype)
+    dense.kernels = model.kernels
+    return dense
+
+
 def save_pretrained(
     model: WideForCausalLM,
     target: str | Path,
