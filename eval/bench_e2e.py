@@ -47,6 +47,7 @@ from eval.e2e_runs import (
     random_model,
     run_decode,
     run_prefill,
+    turns,
 )
 from wide_jax.accounting import (
     Accounting,
@@ -64,10 +65,6 @@ from wide_jax.routing import Argmax, Forced
 
 ELEMENT_BYTES = 2  # bf16
 SPARE = 1.1  # of an estimate of memory: masks of other variants, what XLA keeps a moment longer
-OF_A_PROGRAM = (  # fields that a call of `generate`, which runs several, has not
-    *("compile_seconds", "compiled_alone", "compiled_from_cache"),
-    *("temporary_gib", "peak_gib", "breakdown", "kernels"),
-)
 PROMPT = ("prefill", "ttft")  # phases whose time is a prompt's, not a token's
 
 
@@ -93,7 +90,8 @@ class E2EConfig:
     """Fewer rounds (3 at least) where a cell would take longer."""
     generate: bool = False
     """Also time `generate` itself, as its caller does: the first token (ttft) and each one after it
-    (tpot), dense and by the model's own routers."""
+    (tpot, over the second half of twice `steps` tokens), dense and by the model's routers: with
+    --shape these are random, and skip what they skip."""
     prefill_chunk: int | None = None
     """`generate` runs prompts in pieces of so many tokens; by default at once."""
     compile_alone: bool = False
@@ -111,11 +109,10 @@ class Measured:
     """One variant in one phase of one cell."""
 
     variant: Variant
-    run: CompiledRun
-    samples_ms: tuple[float, ...]
-    accounting: Accounting | None  # of the very masks that ran; None: nothing is routed
-    ideal: float | None
-    profile: Profile | None
+    run: CompiledRun | None  # None: a call of `generate`, which runs several
+    samples_ms: Sequence[float]
+    skipped: tuple[Usage, StepUsage | None] | None  # by the masks that ran; None: nothing is routed
+    profile: Profile | None = None
 
 
 def measure(
@@ -163,9 +160,15 @@ def measure(
         models = Models.of(random_model(architecture, wide) if trained is None else trained)
         for batch in config.batches:
             for tokens in config.tokens:
-                refused = refusal(architecture, wide, batch, tokens, config, own=own)
-                if refused is not None:
-                    console.print(f"skipped: B={batch}, T={tokens}: {refused}")
+                asked = []
+                for part in parts(config):
+                    refused = refusal(architecture, wide, batch, tokens, part, own=own)
+                    if refused is None:
+                        asked.append(part)
+                    else:
+                        what = "generate" if part.generate else ", ".join(part.phases)
+                        console.print(f"skipped: B={batch}, T={tokens}, {what}: {refused}")
+                if not asked:
                     continue
                 ids = prompt_ids(architecture.vocab_size, batch, tokens, text)
                 more: list[Variant] = []
@@ -173,7 +176,12 @@ def measure(
                     size = (batch, tokens, config.steps)
                     more = carried_variants(source, architecture, wide, *size)
                 dense = dense_variants()
-                for row in cell(models, wide, ids, config, own=own, dense=dense, more=more):
+                found = (
+                    row
+                    for part in asked
+                    for row in cell(models, wide, ids, part, own=own, dense=dense, more=more)
+                )
+                for row in found:
                     record = common | {"model": name} | row
                     rows.append(record)
                     if config.json is not None:
@@ -188,6 +196,12 @@ def measure(
     return rows
 
 
+def parts(config: E2EConfig) -> list[E2EConfig]:
+    """The phases, and `generate`, which needs more room: one may fit where the other does not."""
+    phases = [dataclasses.replace(config, generate=False)] if config.phases else []
+    return phases + ([dataclasses.replace(config, phases=())] if config.generate else [])
+
+
 def group_sizes(architecture: ModelConfig, config: E2EConfig) -> list[WideConfig]:
     """The FFN group sizes that random weights are measured at.
 
@@ -199,13 +213,14 @@ def group_sizes(architecture: ModelConfig, config: E2EConfig) -> list[WideConfig
 
 def tokens_needed(architecture: ModelConfig, config: E2EConfig) -> int:
     """Tokens of a source's text whose masks the cells take: prompts, and the steps after them."""
+    phases = dataclasses.replace(config, generate=False)
     return max(
         (
             batch * tokens + config.steps
             for wide in group_sizes(architecture, config)
             for batch in config.batches
             for tokens in config.tokens
-            if refusal(architecture, wide, batch, tokens, config) is None
+            if refusal(architecture, wide, batch, tokens, phases) is None
         ),
         default=1,  # no cell fits: `measure` says so
     )
@@ -234,17 +249,19 @@ def refusal(
     *,
     own: bool = False,
 ) -> str | None:
-    """Why a cell cannot run here, or None.
+    """Why one of a cell's `parts` cannot run here, or None.
 
     Steps alone need no prompt's activations, but for a model's `own` masks, which see one.
     """
-    after = bench.steps * (2 if bench.generate else 1)
-    if tokens + after > config.max_position_embeddings:
-        return f"beyond max_position_embeddings={config.max_position_embeddings}"
-    piece, capacity = tokens if own or "prefill" in bench.phases else 1, tokens + after
+    piece, after = tokens if own or "prefill" in bench.phases else 1, bench.steps
+    capacity = tokens + after
     if bench.generate:
-        width, room = padded_sizes(tokens, after, bench.prefill_chunk)
-        piece, capacity = max(piece, bench.prefill_chunk or width), max(capacity, room)
+        after = 2 * bench.steps
+        width, capacity = padded_sizes(tokens, after, bench.prefill_chunk)
+        piece = bench.prefill_chunk or width
+    if tokens + after > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        return f"{tokens} + {after} tokens are beyond max_position_embeddings={limit}"
     estimate = estimate_memory(
         config, wide, batch=batch, piece=piece, capacity=capacity, element_bytes=ELEMENT_BYTES
     )
@@ -284,103 +301,86 @@ def cell(
     if own:
         variants.append(routed_variant(models.routed, own=True))
     variants += more
-    shared = {
-        "batch": batch,
-        "tokens": tokens,
-        "ffn_group": wide.ffn_group_size,
-        "attn_group": wide.attn_group_size,
-        "layers": architecture.num_hidden_layers,
-    }
     for phase in config.phases:
-        found = _phase(models, wide, variants, ids, phase, config)
-        best = found[best_dense(variants, [one.samples_ms for one in found])]
-        for one in found:
-            yield {
-                "phase": phase,
-                "prefill_chunk": None,
-                **shared,
-                **_skipped(one.variant, one.accounting),
-                **_times(phase, batch, tokens, one.samples_ms, best.samples_ms),
-                "dense": best.variant.name,
-                "ideal_speedup": one.ideal,
-                "compile_seconds": one.run.compile_seconds,
-                "compiled_alone": config.compile_alone,
-                "compiled_from_cache": one.run.from_cache,
-                "temporary_gib": _gib(one.run.temporary_bytes),
-                "peak_gib": _gib(one.run.peak_bytes),
-                "breakdown": None if one.profile is None else one.profile.parts,
-                "kernels": None if one.profile is None else one.profile.kernels,
-            }
+        found = _phase(models, variants, ids, phase, config)
+        yield from _rows(phase, found, ids, architecture, wide, config)
     if config.generate:
         asked = [*dense, routed_variant(models.routed, own=own)]
-        yield from (shared | row for row in _generated(models, wide, asked, ids, config))
+        for waiting, found in _generated(models, asked, ids, config).items():
+            yield from _rows(waiting, found, ids, architecture, wide, config)
+
+
+def _rows(
+    phase: str,
+    found: Sequence[Measured],
+    ids: Int[Array, "B T"],
+    architecture: ModelConfig,
+    wide: WideConfig,
+    config: E2EConfig,
+) -> Iterator[dict[str, Any]]:
+    """The records of one phase, beside its best dense."""
+    batch, tokens = ids.shape
+    best = found[best_dense([m.variant for m in found], [m.samples_ms for m in found])]
+    dense_ms = statistics.median(best.samples_ms)
+    for one in found:
+        ms, run, skipped = statistics.median(one.samples_ms), one.run, None
+        if one.skipped is not None:
+            skipped = _accounting(architecture, wide, one.skipped)
+        yield {
+            "phase": phase,
+            "batch": batch,
+            "tokens": tokens,
+            "prefill_chunk": config.prefill_chunk if run is None else None,
+            "ffn_group": wide.ffn_group_size,
+            "attn_group": wide.attn_group_size,
+            "layers": architecture.num_hidden_layers,
+            "variant": one.variant.name,
+            "mask": one.variant.mask,
+            "masks_of": one.variant.masks_of,
+            "sparsity": 0.0 if skipped is None else skipped.paper,
+            "accounting": None if skipped is None else skipped.summary(),
+            "rates": None if skipped is None else skipped.by_layer(),
+            "ms": ms,
+            "samples_ms": list(one.samples_ms),
+            "dense_ms": dense_ms,
+            "dense": best.variant.name,
+            "speedup": dense_ms / ms,
+            "ideal_speedup": _ideal(architecture, wide, one.skipped, phase, batch),
+            "tokens_per_second": 1e3 * batch * (tokens if phase in PROMPT else 1) / ms,
+            "compile_seconds": None if run is None else run.compile_seconds,
+            "compiled_alone": None if run is None else config.compile_alone,
+            "compiled_from_cache": None if run is None else run.from_cache,
+            "temporary_gib": None if run is None else _gib(run.temporary_bytes),
+            "peak_gib": None if run is None else _gib(run.peak_bytes),
+            "breakdown": None if one.profile is None else one.profile.parts,
+            "kernels": None if one.profile is None else one.profile.kernels,
+        }
 
 
 def _generated(
-    models: Models,
-    wide: WideConfig,
-    variants: Sequence[Variant],
-    ids: Int[Array, "B T"],
-    config: E2EConfig,
-) -> Iterator[dict[str, Any]]:
+    models: Models, variants: Sequence[Variant], ids: Int[Array, "B T"], config: E2EConfig
+) -> dict[str, list[Measured]]:
     """What `generate` took, of every variant: its first token, and each one after it."""
-    architecture, (batch, tokens) = models.routed.config, ids.shape
-    found = time_generate(
+    waited = time_generate(
         models,
         variants,
         np.asarray(ids),
         steps=config.steps,
-        rounds=max(3, config.rounds),
+        rounds=config.rounds,
         seconds=config.seconds_per_cell,
         prefill_chunk=config.prefill_chunk,
     )
-    for waiting in WAITING:
-        samples = [one.samples_ms[waiting] for one in found]
-        best = best_dense(variants, samples)
-        for variant, taken, one in zip(variants, samples, found, strict=True):
+    found: dict[str, list[Measured]] = {waiting: [] for waiting in WAITING}
+    for variant, one in zip(variants, waited, strict=True):
+        for waiting in WAITING:
             used = one.usage[waiting]
-            skipped = None if used is None else (used, step_usage_of(used, batch))
-            accounting = None if skipped is None else _accounting(architecture, wide, skipped)
-            yield {
-                "phase": waiting,
-                "prefill_chunk": config.prefill_chunk,
-                **_skipped(variant, accounting),
-                **_times(waiting, batch, tokens, taken, samples[best]),
-                "dense": variants[best].name,
-                "ideal_speedup": _ideal(architecture, wide, skipped, waiting, batch),
-                **dict.fromkeys(OF_A_PROGRAM),
-            }
-
-
-def _skipped(variant: Variant, accounting: Accounting | None) -> dict[str, Any]:
-    """A record's masks, and what they skipped."""
-    return {
-        "variant": variant.name,
-        "mask": variant.mask,
-        "masks_of": variant.masks_of,
-        "sparsity": 0.0 if accounting is None else accounting.paper,
-        "accounting": None if accounting is None else accounting.summary(),
-        "rates": None if accounting is None else accounting.by_layer(),
-    }
-
-
-def _times(
-    phase: str, batch: int, tokens: int, samples: Sequence[float], dense: Sequence[float]
-) -> dict[str, Any]:
-    """A record's times: medians, in milliseconds of a prompt or of one decode step."""
-    ms, dense_ms = statistics.median(samples), statistics.median(dense)
-    return {
-        "ms": ms,
-        "samples_ms": list(samples),
-        "dense_ms": dense_ms,
-        "speedup": dense_ms / ms,
-        "tokens_per_second": 1e3 * batch * (tokens if phase in PROMPT else 1) / ms,
-    }
+            skipped = None if used is None else (used, step_usage_of(used, ids.shape[0]))
+            found[waiting].append(Measured(variant, None, one.samples_ms[waiting], skipped))
+    return found
 
 
 def _phase(
     models: Models,
-    wide: WideConfig,
     variants: list[Variant],
     ids: jax.Array,
     phase: Phase,
@@ -414,18 +414,13 @@ def _phase(
 
     used = [_used(model, variant, ids, lengths, cache, phase=phase) for variant in variants]
     samples: list[list[float]] = [[] for _ in variants]
-    spent, rounds = 0.0, 0
-    while rounds <= max(3, config.rounds):  # the first round warms up
-        if rounds > 3 and spent > config.seconds_per_cell:
-            break
+    for counts in turns(config.rounds, config.seconds_per_cell):
         for index in range(len(variants)):
             start = time.perf_counter()
             _, cache = jax.block_until_ready(once(index, cache))
             taken = time.perf_counter() - start
-            spent += taken
-            if rounds > 0:
+            if counts:
                 samples[index].append(1e3 * taken / calls)
-        rounds += 1
     profiles: list[Profile | None] = [None] * len(variants)
     if config.profile:
         for index in range(len(variants)):
@@ -437,19 +432,7 @@ def _phase(
 
             profiles[index] = profile(call, calls)
             cache = kept[0]
-    return [
-        Measured(
-            variant,
-            run,
-            tuple(taken),
-            None if skipped is None else _accounting(model.config, wide, skipped),
-            _ideal(model.config, wide, skipped, phase, batch),
-            where,
-        )
-        for variant, run, taken, skipped, where in zip(
-            variants, runs, samples, used, profiles, strict=True
-        )
-    ]
+    return [Measured(*one) for one in zip(variants, runs, samples, used, profiles, strict=True)]
 
 
 def _filled(models: Models, ids, lengths, cache):

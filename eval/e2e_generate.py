@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from eval.e2e_runs import Models, Variant
+from eval.e2e_runs import Models, Variant, turns
 from wide_jax.accounting import StepUsage, Usage
 from wide_jax.generate import Generation, Prepared, generate
 from wide_jax.kernels import Kernels, SparsityHints
@@ -26,7 +26,10 @@ WAITING: tuple[Waiting, ...] = get_args(Waiting)
 
 @dataclasses.dataclass(frozen=True)
 class Waited:
-    """One variant: milliseconds of every turn, and what its masks skipped (None: not routed)."""
+    """One variant: milliseconds of every turn, and what its masks skipped (None: not routed).
+
+    That of the tokens after the first is of all of them, the half that is not timed included.
+    """
 
     samples_ms: Mapping[Waiting, tuple[float, ...]]
     usage: Mapping[Waiting, Usage | None]
@@ -62,7 +65,7 @@ def time_generate(
         variants: ways to run, with one routing for prompt and steps.
         ids: prompts of equal length.
         steps: tokens that are timed, at least 1.
-        rounds: timed turns.
+        rounds: timed turns, 3 at least.
         seconds: fewer turns, but 3, where they would take longer.
         prefill_chunk: prompts run in pieces of so many tokens; None: at once.
         clock: seconds.
@@ -85,20 +88,17 @@ def time_generate(
 
     samples: list[dict[Waiting, list[float]]] = [{"ttft": [], "tpot": []} for _ in variants]
     last: dict[int, Generation] = {}
-    spent, turn = 0.0, 0
-    while turn <= rounds and (turn <= 3 or spent < seconds):
+    for counts in turns(rounds, seconds, clock):
         for index, taken in enumerate(samples):
             seen: list[float] = []
             first, _ = call(index, 1)
-            whole, last[index] = call(
+            _, last[index] = call(
                 index, 2 * steps, on_tokens=lambda _, seen=seen: seen.append(clock()),
                 stream_every=steps,
             )  # fmt: skip
-            if turn:
+            if counts:
                 taken["ttft"].append(1e3 * first)
                 taken["tpot"].append(1e3 * (seen[1] - seen[0]) / steps)
-                spent += first + whole
-        turn += 1
     return [
         Waited(
             {waiting: tuple(taken[waiting]) for waiting in WAITING},

@@ -8,7 +8,7 @@ import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -45,7 +45,9 @@ class Variant:
     routing: Routing  # for the prefill
     step_routing: Routing  # for each decode step
     sparsity: float | None  # the random masks' target; None: no hint
-    mask: str  # none, random, trained, trained_statistics, random_same_rates
+    # none (everything on, without routers), random, trained, random_routers, trained_statistics,
+    # random_same_rates
+    mask: str
     masks_of: Mapping[str, Any] | None = None  # where carried masks come from, for records
 
     def asks(self, phase: Phase) -> Routing:
@@ -72,6 +74,21 @@ class Models:
     def split(self, variant: Variant) -> tuple[Structure, nnx.State]:
         """The variant's model on its kernels."""
         return split_on(self.dense if variant.mask == "none" else self.routed, variant.kernels)
+
+
+def turns(
+    rounds: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[bool]:
+    """Turns to take, and whether they count: the first warms up.
+
+    Then `rounds` of them, 3 at least, and after these no more than fit into `seconds`.
+    """
+    yield False
+    start = clock()
+    for done in range(max(3, rounds)):
+        if done >= 3 and clock() - start > seconds:
+            return
+        yield True
 
 
 def best_dense(variants: Sequence[Variant], samples: Sequence[Sequence[float]]) -> int:

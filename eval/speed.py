@@ -1,7 +1,7 @@
 """Measured and ideal speedup of a model at its own masks, on the text that was evaluated.
 
 A prefill of evaluated tokens and decode steps through those that follow them, one sequence at a
-time, against the same model with every group on: the faster of two ways, the model's own kernels
+time, against the dense model of the same weights: the faster of two ways, the model's own kernels
 and XLA's products with cuDNN's attention (float32: all of it XLA's). The ideal is the time if it
 fell as the work does (FLOPs in prefill, bytes in decode: `wide_jax.accounting`), from the very
 masks that were timed. The end-to-end benchmark is what to quote; this says, beside a quality

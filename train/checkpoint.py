@@ -9,7 +9,7 @@ import jax
 from train.loop import TrainState
 from train.run_config import differences
 
-FORMAT = 2  # 1 knew its text by path and time
+FORMAT = 2  # of 1, some know their text by path and time
 
 
 class CheckpointMismatchError(ValueError):
@@ -86,7 +86,7 @@ class Checkpoints:
         if stored.get("format") != FORMAT:
             raise CheckpointMismatchError(
                 f"{found} has format {stored.get('format')!r}, expected {FORMAT}: it was not "
-                "written by this version; a folder of its own starts the run anew"
+                "written by this version; choose another run folder to start anew"
             )
         problems = differences(stored["settings"], self.settings)
         wanted = jax.tree.map(

@@ -35,9 +35,11 @@ from eval.e2e_runs import (
     compile_all,
     dense_variants,
     empty_cache,
+    forced_variant,
     part_of,
     random_cache,
     random_model,
+    turns,
 )
 from tests.eval.conftest import tiny_model
 from wide_jax.cli import bench_e2e as bench_e2e_command
@@ -244,16 +246,15 @@ def test_generate_is_timed_as_its_caller_sees_it(monkeypatch):
         clock=lambda: now[0],
     )  # fmt: skip
     dense, wide = timed(rounds=2, seconds=1e9)
-    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 6  # a round to compile, and two
+    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 8  # a round to compile, and three
     graphs = [call[0] for call in calls]
-    assert graphs == [graphs[0], graphs[0], graphs[2], graphs[2]] * 3  # in turns
+    assert graphs == [graphs[0], graphs[0], graphs[2], graphs[2]] * 4  # in turns
     assert graphs[0] != graphs[2]
     for one in (dense, wide):
-        assert one.samples_ms == {"ttft": (8e3, 8e3), "tpot": (3e3, 3e3)}
+        assert one.samples_ms == {"ttft": 3 * (8e3,), "tpot": 3 * (3e3,)}
     assert dense.usage == {"ttft": None, "tpot": None}
     assert float(wide.usage["ttft"].tokens) == 32
     assert float(wide.usage["tpot"].tokens) == 2 * 7  # the last token drawn is never run
-    assert [len(one.samples_ms["ttft"]) for one in timed(rounds=9, seconds=1.0)] == [3, 3]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -282,13 +283,38 @@ def test_the_first_token_and_each_after_it_are_rows_of_a_cell(batch, tmp_path):
     assert table([{"model": "tiny"} | row for row in found]).row_count == 6
 
 
-def test_all_rows_of_the_benchmark_have_the_same_fields(rows):
+def test_steps_alone_make_no_masks_of_a_prompt(monkeypatch):
+    """Those of a long one would fill memory that the cell is not refused for."""
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
-    bench = dataclasses.replace(BENCH, phases=(), generate=True, rounds=3)
-    ids = prompt_ids(64, 1, 16, None)
-    models = Models.of(random_model(TINY, wide))
-    [*_, waited] = cell(models, wide, ids, bench, own=False, dense=DENSE[1:])
-    assert waited.keys() == rows[0].keys()
+    models, asked = Models.of(random_model(TINY, wide)), []
+
+    def forced(config, wide, batch, tokens, sparsity):
+        asked.append(tokens)
+        return forced_variant(config, wide, batch, tokens, sparsity)
+
+    monkeypatch.setattr(bench_e2e, "forced_variant", forced)
+    monkeypatch.setattr(bench_e2e, "_phase", lambda models, variants, *rest: [])
+    monkeypatch.setattr(bench_e2e, "_rows", lambda *rest: iter(()))
+    for phases in (("decode",), ("prefill", "decode")):
+        bench = dataclasses.replace(BENCH, phases=phases, sparsities=(0.5,))
+        list(cell(models, wide, prompt_ids(64, 2, 16, None), bench, own=False, dense=DENSE))
+    assert asked == [1, 16]
+
+
+def test_turns_count_after_the_first_and_fit_the_time():
+    now = [0.0]
+
+    def taken(rounds, seconds):
+        found = []
+        for counts in turns(rounds, seconds, lambda: now[0]):
+            found.append(counts)
+            now[0] += 1.0
+        return found
+
+    assert taken(5, 100.0) == [False] + 5 * [True]
+    assert taken(1, 100.0) == [False] + 3 * [True]
+    assert taken(9, 4.5) == [False] + 5 * [True]
+    assert taken(9, 0.0) == [False] + 3 * [True]
 
 
 def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):
@@ -337,11 +363,17 @@ def test_prompts_are_the_texts_pieces():
 
 def test_cells_that_do_not_fit_are_refused_in_words():
     wide = WideConfig.for_model(TINY, ffn_group_size=16)
-    assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 63, BENCH)
+    assert "63 + 2 tokens are beyond max_position_embeddings=64" in refusal(
+        TINY, wide, 1, 63, BENCH
+    )
     assert refusal(TINY, wide, 1, 16, BENCH) is None
-    twice = dataclasses.replace(BENCH, generate=True)  # half of its steps are timed
+    # `generate` makes twice as many tokens, and is refused by itself.
+    phases, twice = bench_e2e.parts(dataclasses.replace(BENCH, generate=True))
+    assert (phases, twice.phases) == (BENCH, ())
     assert refusal(TINY, wide, 1, 60, twice) is None
-    assert "max_position_embeddings=64" in refusal(TINY, wide, 1, 61, twice)
+    assert refusal(TINY, wide, 1, 61, phases) is None
+    assert "61 + 4 tokens are beyond" in refusal(TINY, wide, 1, 61, twice)
+    assert bench_e2e.parts(BENCH) == [BENCH]
 
 
 def test_a_cell_is_refused_when_its_memory_is_more_than_jax_has(monkeypatch):
@@ -355,7 +387,7 @@ def test_a_cell_is_refused_when_its_memory_is_more_than_jax_has(monkeypatch):
     assert refusal(large, wide, 4, 65_536, steps) is None
     assert refusal(large, wide, 4, 65_536, steps, own=True) == found  # they see a prompt first
     assert refusal(large, wide, 4, 16_384, both) is None
-    asked = dataclasses.replace(steps, generate=True)
+    asked = dataclasses.replace(both, phases=(), generate=True)
     assert refusal(large, wide, 4, 65_536, asked) is not None
     # `generate` pads prompts to a power of two.
     needs = [refusal(large, wide, 4, tokens, asked) for tokens in (40_000, 65_536)]

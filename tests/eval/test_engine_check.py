@@ -12,7 +12,8 @@ from tests.eval.test_bench_e2e import TINY
 from tests.wide_jax.conftest import forward
 from wide_jax.batch import TokenBatch
 from wide_jax.config import WideConfig
-from wide_jax.hf.pretrained import build, tensors_of, without_routers
+from wide_jax.hf.mapping import is_router
+from wide_jax.hf.pretrained import build, tensors_of
 from wide_jax.routing import AllOn
 
 WIDE = WideConfig.for_model(TINY, ffn_group_size=16)
@@ -20,7 +21,7 @@ WIDE = WideConfig.for_model(TINY, ffn_group_size=16)
 
 def dense_model(model, dtype):
     """The dense model of the same weights: it has nothing to make a mask with."""
-    tensors = tensors_of(without_routers(model))
+    tensors = tensors_of(model, lambda name: not is_router(name))
     return build(TINY, None, {n: a.astype(dtype) for n, a in tensors.items()}, dtype=dtype)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jaxtyping
 import numpy as np
 import pytest
@@ -143,6 +144,22 @@ def test_dense_is_the_faster_of_the_models_kernels_and_plain_jax(routed):
         assert set(medians) == {"dense", "dense-plain", "wide"}
         assert phase.dense == min(("dense", "dense-plain"), key=medians.__getitem__)
         assert phase.measured == pytest.approx(medians[phase.dense] / medians["wide"])
+
+
+def test_dense_is_timed_without_routers(routed, monkeypatch):
+    """They would be arguments of its calls, which nobody who runs a dense model has."""
+    kept, compiled = [], speed._compile
+
+    def watching(*arguments):
+        kept.append(compiled(*arguments))
+        return kept[-1]
+
+    monkeypatch.setattr(speed, "_compile", watching)
+    measure_speedup(routed, TEXT, shape=SHAPE)
+    [programs] = kept
+    leaves = [jax.tree_util.tree_leaves_with_path(state) for state in programs.states]
+    routers = [any("router" in jax.tree_util.keystr(path) for path, _ in one) for one in leaves]
+    assert routers == [False, True]
 
 
 def test_a_16_bit_models_other_dense_way_has_cudnns_attention(routed, monkeypatch):

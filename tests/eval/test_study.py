@@ -849,6 +849,18 @@ def test_what_sets_a_row_apart_is_compared_with_the_row_without(study_file):
     ]
 
 
+def test_both_stages_are_compared_with_the_baseline_without_training(study_file):
+    rows = {row.id: row for row in plan()}
+    fields = ("perplexity", "wikitext2", "token_perplexity", 30.0)
+    windows = {"window_losses": [1.0, 2.0, 3.0, 4.0], "windows": 4}
+    both = [f"wide-g64-h3-separate-50-s{stage}-u500" for stage in (1, 2)]
+    for name in (both[1], "threshold-g64-h3-50"):
+        append_record(study_file, entry(rows[name], *fields, **windows))
+    table = document.comparison_table(read(study_file))
+    for name in both:
+        assert f"| `{name}` | `threshold-g64-h3-50` |" in table
+
+
 def test_an_answer_never_right_is_not_known_to_be_impossible(study_file):
     """Wilson's interval of 0 of 500 ends at 1.96² / (500 + 1.96²)."""
     [dense] = [row for row in plan() if row.method == "dense"]

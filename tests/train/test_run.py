@@ -160,6 +160,21 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_again(settings, monkeypa
     assert "checkpoints holds no complete checkpoint: starting at update 0" in messages[0]
 
 
+def test_case_C9_a_checkpoint_of_another_version_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    state = TrainState({"a": jax.numpy.zeros(2)}, (), 1)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("train.checkpoint.FORMAT", 1)
+        written = Checkpoints(tmp_path, {}, keep=1)
+        written.save(state)
+        written.close()
+    checkpoints = Checkpoints(tmp_path, {}, keep=1)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"format 1, expected 2.*choose another run folder"
+    ):
+        checkpoints.restore(state)
+    checkpoints.close()
+
+
 def test_case_C9_a_checkpoint_of_another_model_or_text_is_refused_with_what_differs(tmp_path):
     def state(**shapes):
         return TrainState({name: jax.numpy.zeros(shape) for name, shape in shapes.items()}, (), 1)

@@ -178,16 +178,13 @@ def tensors_of(
 
 
 def without_routers(model: WideForCausalLM) -> WideForCausalLM:
-    """The dense model of the same weights, which the two share; on the same kernels.
+    """The dense model of the same weights, which the two share; on no kernels.
 
     Raises:
         KeyError: an unmerged LoRA.
     """
     tensors = tensors_of(model, lambda name: not is_router(name))
-    dtype = model.model.embed_tokens.weight[...].dtype
-    dense = build(model.config, None, tensors, dtype=dtype)
-    dense.kernels = model.kernels
-    return dense
+    return build(model.config, None, tensors, dtype=model.model.embed_tokens.weight[...].dtype)
 
 
 def save_pretrained(
