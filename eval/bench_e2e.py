@@ -8,6 +8,7 @@ waited for: prefills and decode loops last milliseconds.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,12 +24,7 @@ from rich.table import Table
 
 from eval import records
 from eval.carried_masks import SourceMasks, carried_variants, describe, described
-from eval.e2e_generate import (
-    WAITING,
-    routed_variant,
-    step_usage_of,
-    time_generate,
-)
+from eval.e2e_generate import WAITING, routed_variant, time_generate
 from eval.e2e_runs import (
     CompiledRun,
     Models,
@@ -58,8 +54,7 @@ from wide_jax.accounting import (
     ideal_prefill_speedup,
 )
 from wide_jax.config import ModelConfig, WideConfig
-from wide_jax.generate import padded_sizes
-from wide_jax.memory import estimate_memory
+from wide_jax.memory import estimate_generation, estimate_memory
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import Argmax, Forced
 
@@ -172,16 +167,17 @@ def measure(
                     continue
                 ids = prompt_ids(architecture.vocab_size, batch, tokens, text)
                 more: list[Variant] = []
-                if source is not None:
+                if source is not None and any(part.phases for part in asked):
                     size = (batch, tokens, config.steps)
                     more = carried_variants(source, architecture, wide, *size)
                 dense = dense_variants()
-                found = (
-                    row
+                found = [
+                    cell(models, wide, ids, part, own=own, dense=dense, more=more)
+                    if part.phases
+                    else generated(models, wide, ids, part, own=own, dense=dense)
                     for part in asked
-                    for row in cell(models, wide, ids, part, own=own, dense=dense, more=more)
-                )
-                for row in found:
+                ]
+                for row in itertools.chain.from_iterable(found):
                     record = common | {"model": name} | row
                     rows.append(record)
                     if config.json is not None:
@@ -253,18 +249,29 @@ def refusal(
 
     Steps alone need no prompt's activations, but for a model's `own` masks, which see one.
     """
-    piece, after = tokens if own or "prefill" in bench.phases else 1, bench.steps
-    capacity = tokens + after
-    if bench.generate:
-        after = 2 * bench.steps
-        width, capacity = padded_sizes(tokens, after, bench.prefill_chunk)
-        piece = bench.prefill_chunk or width
+    after = 2 * bench.steps if bench.generate else bench.steps
     if tokens + after > config.max_position_embeddings:
         limit = config.max_position_embeddings
         return f"{tokens} + {after} tokens are beyond max_position_embeddings={limit}"
-    estimate = estimate_memory(
-        config, wide, batch=batch, piece=piece, capacity=capacity, element_bytes=ELEMENT_BYTES
-    )
+    if bench.generate:
+        estimate = estimate_generation(
+            config,
+            wide,
+            batch=batch,
+            prompt=tokens,
+            max_new_tokens=after,
+            prefill_chunk=bench.prefill_chunk,
+            element_bytes=ELEMENT_BYTES,
+        )
+    else:
+        estimate = estimate_memory(
+            config,
+            wide,
+            batch=batch,
+            piece=tokens if own or "prefill" in bench.phases else 1,
+            capacity=tokens + after,
+            element_bytes=ELEMENT_BYTES,
+        )
     needed, limit = SPARE * estimate.total, memory_limit()
     if limit is not None and needed > limit:
         return (
@@ -293,7 +300,7 @@ def cell(
     dense: Sequence[Variant],
     more: Sequence[Variant] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The records of one `ids[B, T]`: dense, random masks, `own`: the routers', and `more`."""
+    """The phases' records of one `ids[B, T]`: dense, random masks, `own`: the routers', `more`."""
     architecture, (batch, tokens) = models.routed.config, ids.shape
     prompt = tokens if "prefill" in config.phases else 1  # masks of a prompt that is not run
     variants = list(dense)
@@ -304,10 +311,43 @@ def cell(
     for phase in config.phases:
         found = _phase(models, variants, ids, phase, config)
         yield from _rows(phase, found, ids, architecture, wide, config)
-    if config.generate:
-        asked = [*dense, routed_variant(models.routed, own=own)]
-        for waiting, found in _generated(models, asked, ids, config).items():
-            yield from _rows(waiting, found, ids, architecture, wide, config)
+
+
+def generated(
+    models: Models,
+    wide: WideConfig,
+    ids: jax.Array,
+    config: E2EConfig,
+    *,
+    own: bool,
+    dense: Sequence[Variant],
+) -> Iterator[dict[str, Any]]:
+    """The records of `generate` on one `ids[B, T]`: dense, and the routers', random but for `own`.
+
+    What each variant took: its first token, and each one after it.
+    """
+    variants = [*dense, routed_variant(models.routed, own=own)]
+    waited = time_generate(
+        models,
+        variants,
+        np.asarray(ids),
+        steps=config.steps,
+        rounds=config.rounds,
+        seconds=config.seconds_per_cell,
+        prefill_chunk=config.prefill_chunk,
+    )
+
+    def skipped(used: Usage | None) -> tuple[Usage, StepUsage | None] | None:
+        # What the steps of several rows need not read together is not in their sums.
+        one = ids.shape[0] == 1
+        return None if used is None else (used, StepUsage.of_one_row(used) if one else None)
+
+    for waiting in WAITING:
+        found = [
+            Measured(variant, None, one.samples_ms[waiting], skipped(one.usage[waiting]))
+            for variant, one in zip(variants, waited, strict=True)
+        ]
+        yield from _rows(waiting, found, ids, models.routed.config, wide, config)
 
 
 def _rows(
@@ -355,28 +395,6 @@ def _rows(
             "breakdown": None if one.profile is None else one.profile.parts,
             "kernels": None if one.profile is None else one.profile.kernels,
         }
-
-
-def _generated(
-    models: Models, variants: Sequence[Variant], ids: Int[Array, "B T"], config: E2EConfig
-) -> dict[str, list[Measured]]:
-    """What `generate` took, of every variant: its first token, and each one after it."""
-    waited = time_generate(
-        models,
-        variants,
-        np.asarray(ids),
-        steps=config.steps,
-        rounds=config.rounds,
-        seconds=config.seconds_per_cell,
-        prefill_chunk=config.prefill_chunk,
-    )
-    found: dict[str, list[Measured]] = {waiting: [] for waiting in WAITING}
-    for variant, one in zip(variants, waited, strict=True):
-        for waiting in WAITING:
-            used = one.usage[waiting]
-            skipped = None if used is None else (used, step_usage_of(used, ids.shape[0]))
-            found[waiting].append(Measured(variant, None, one.samples_ms[waiting], skipped))
-    return found
 
 
 def _phase(

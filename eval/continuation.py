@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eval.scoring import Ran, bucket, element_dtype, full_precision
+from eval.scoring import Ran, bucket, full_precision
 from wide_jax.accounting import Usage
 from wide_jax.cache import KVCache
 from wide_jax.generate import decode_step, prefill
@@ -98,7 +98,7 @@ def continue_prompts(
     )
     graphdef, state = split(model)
     capacity = width + -(-max_new_tokens // CHUNK) * CHUNK
-    cache = KVCache.empty(model.config, count, capacity, element_dtype(model))
+    cache = KVCache.empty(model.config, count, capacity, model.dtype)
     with full_precision(model):
         logits, cache, used = prefill(graphdef, state, ids, lengths, cache, routing, fresh=True)
         real = lengths[: len(prompts)]

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from eval.e2e_runs import Models, Variant, turns
-from wide_jax.accounting import StepUsage, Usage
+from wide_jax.accounting import Usage
 from wide_jax.generate import Generation, Prepared, generate
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
@@ -106,8 +106,3 @@ def time_generate(
         )
         for taken, made in zip(samples, last.values(), strict=True)
     ]
-
-
-def step_usage_of(usage: Usage, batch: int) -> StepUsage | None:
-    """What steps need not read: of one row what its tokens skip, of several not known here."""
-    return StepUsage(usage.tokens, usage.attention, usage.ffn) if batch == 1 else None

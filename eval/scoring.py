@@ -89,14 +89,9 @@ def default_routing(model: WideForCausalLM) -> Routing:
     return AllOn() if model.wide is None else Argmax()
 
 
-def element_dtype(model: WideForCausalLM) -> np.dtype:
-    """Type of the model's weights, and so of its cached keys and values."""
-    return np.dtype(model.model.embed_tokens.weight[...].dtype)
-
-
 def element_bytes(model: WideForCausalLM) -> int:
     """Size of a stored weight (and of a cached key or value) of this model, in bytes."""
-    return element_dtype(model).itemsize
+    return model.dtype.itemsize
 
 
 def bucket(length: int, limit: int) -> int:

@@ -29,7 +29,7 @@ from eval.e2e_runs import (
     dense_variants,
     run_prefill,
 )
-from eval.scoring import Ran, element_bytes, element_dtype, full_precision
+from eval.scoring import Ran, element_bytes, full_precision
 from wide_jax.accounting import StepUsage, ideal_decode_speedup, ideal_prefill_speedup
 from wide_jax.cache import KVCache
 from wide_jax.generate import decode_step, prefill
@@ -155,7 +155,7 @@ class SpeedMeter:
         model, shape, variants = self._model, self._shape, self._variants
         prompt, steps = jnp.asarray(text[:, : shape.tokens]), jnp.asarray(text[:, shape.tokens :])
         lengths = np.full(1, shape.tokens, np.int32)
-        cache = KVCache.empty(model.config, 1, text.shape[1], element_dtype(model))
+        cache = KVCache.empty(model.config, 1, text.shape[1], model.dtype)
         if self._programs is None:
             self._programs = _compile(model, variants, prompt, lengths, steps, cache)
         programs, pruned = self._programs, variants[-1].routing
@@ -219,8 +219,7 @@ def _phase(
             ideal = ideal_prefill_speedup(ran.usage, model.config, model.wide, rows=1)
         else:
             size = element_bytes(model)
-            # One sequence: what a token skips, the step need not read.
-            steps = StepUsage(ran.usage.tokens, ran.usage.attention, ran.usage.ffn)
+            steps = StepUsage.of_one_row(ran.usage)
             ideal = ideal_decode_speedup(
                 ran.usage, steps, model.config, model.wide, weight_bytes=size, kv_bytes=size
             )

@@ -25,7 +25,6 @@ from lm_eval.tasks import TaskManager
 from eval import mbpp
 from eval.harness import WideLM
 from eval.records import append_record, commit, common_fields, eval_record, read_records
-from eval.scoring import element_dtype
 from eval.speed import SpeedMeter, Speedup, worth_timing
 from eval.store import RequestStore
 from wide_jax.accounting import Accounting
@@ -458,7 +457,7 @@ def _settings(
     return {
         "model": fingerprint or lm.name,
         "routing": type(lm.routing).__name__,
-        "dtype": element_dtype(lm.model).name,
+        "dtype": lm.model.dtype.name,
         "lm_eval": importlib.metadata.version("lm_eval"),
         "max_length": lm.max_length,
         "task": task,

@@ -66,6 +66,11 @@ class StepUsage:
     attention_idle: LayerSums  # (step, group) pairs that no real row needs
     ffn_idle: LayerSums
 
+    @classmethod
+    def of_one_row(cls, usage: Usage) -> "StepUsage":
+        """Of a batch of one: what its token skips, a step need not read."""
+        return cls(usage.tokens, usage.attention, usage.ffn)
+
     def __add__(self, other: "StepUsage") -> "StepUsage":
         return jax.tree.map(operator.add, self, other)
 

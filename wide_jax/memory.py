@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pallas_kernels.norm_route.api import STEP_TOKENS
 from wide_jax.config import ModelConfig, WideConfig
+from wide_jax.generate import padded_sizes
 from wide_jax.hf.mapping import expected_router_tensors, expected_tensors
 
 GIB = 2**30
@@ -64,6 +65,28 @@ def estimate_memory(
         routers=routers,
         cache=layers * (element_bytes * 2 * batch * capacity * keys + COUNTER_BYTES),
         temporary=element_bytes * batch * piece * width + masks + 4 * batch * config.vocab_size,
+    )
+
+
+def estimate_generation(
+    config: ModelConfig,
+    wide: WideConfig | None,
+    *,
+    batch: int,
+    prompt: int,
+    max_new_tokens: int,
+    prefill_chunk: int | None,
+    element_bytes: int,
+) -> MemoryEstimate:
+    """For `generate` on `batch` prompts of up to `prompt` tokens, as it pads them."""
+    width, capacity = padded_sizes(prompt, max_new_tokens, prefill_chunk)
+    return estimate_memory(
+        config,
+        wide,
+        batch=batch,
+        piece=prefill_chunk or width,
+        capacity=capacity,
+        element_bytes=element_bytes,
     )
 
 

@@ -263,6 +263,11 @@ class WideForCausalLM(nnx.Module):
             )
         return ModelOutput(decoder.norm(x), masks, cache, argmax)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights, and so of activations and of cached keys and values."""
+        return self.model.embed_tokens.weight[...].dtype
+
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Next-token logits of normed hidden states, in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head

@@ -17,6 +17,7 @@ from eval.study.settings import Measured, Part, Settings, models_at_hand, parts_
 Work = Part | Literal["model"]
 LATE: dict[Work, int] = {"whole_tasks": 100, "generation": 100}  # waves after every row's own
 EXCLUSIVE: frozenset[Part] = frozenset({"speed"})  # nothing runs beside them
+
 # Seconds on one H200, for the estimate of `--dry-run`: of an update of 32,768 tokens of the 135M
 # model, and of perplexity and errors, as rows of 300 updates took; the rest is guessed.
 SECONDS_AN_UPDATE = {1: 0.092, 2: 0.125}

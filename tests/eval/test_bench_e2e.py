@@ -20,6 +20,7 @@ from eval import bench_e2e, e2e_generate, e2e_plots, records
 from eval.bench_e2e import (
     E2EConfig,
     cell,
+    generated,
     line,
     measure,
     prompt_ids,
@@ -263,7 +264,7 @@ def test_the_first_token_and_each_after_it_are_rows_of_a_cell(batch, tmp_path):
     models = Models.of(random_model(TINY, wide))
     bench = dataclasses.replace(BENCH, phases=(), generate=True, rounds=3)
     ids = prompt_ids(64, batch, 16, None)
-    found = list(cell(models, wide, ids, bench, own=False, dense=DENSE))
+    found = list(generated(models, wide, ids, bench, own=False, dense=DENSE))
     assert [(r["phase"], r["variant"], r["mask"]) for r in found] == [
         (phase, *variant)
         for phase in ("ttft", "tpot")

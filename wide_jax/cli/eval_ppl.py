@@ -10,7 +10,7 @@ from rich.console import Console
 
 from eval.perplexity import PerplexityConfig, PerplexityResult, cut, evaluate_perplexity
 from eval.records import append_record, commit, common_fields, eval_record
-from eval.scoring import default_routing, element_dtype
+from eval.scoring import default_routing
 from eval.speed import Speedup, measure_speedup, worth_timing
 from eval.text import read_text, tokenize
 from eval.windows import WindowRule
@@ -108,7 +108,7 @@ def to_record(
 ) -> dict[str, Any]:
     """The result as a record of the `eval` suite."""
     recipe: dict[str, Any] = {"method": "dense"} if args.dense else loaded.recipe()
-    dtype = element_dtype(loaded.model).name
+    dtype = loaded.model.dtype.name
     return eval_record(
         model=loaded.fingerprint(),
         name=loaded.name,

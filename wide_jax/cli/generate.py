@@ -10,12 +10,12 @@ from rich.console import Console
 
 from wide_jax.accounting import Usage, account
 from wide_jax.cli.files import check_writable_file, write_json
-from wide_jax.cli.models import FoundModel, find_model, load_found
+from wide_jax.cli.models import find_model, load_found
 from wide_jax.cli.start import Platform, start
-from wide_jax.generate import Generation, check_prompts, generate, padded_sizes
+from wide_jax.generate import Generation, check_prompts, generate
 from wide_jax.hf.config import stop_token_ids
 from wide_jax.hf.wide_folder import base_folder
-from wide_jax.memory import MemoryEstimate, estimate_memory
+from wide_jax.memory import estimate_generation
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax
 from wide_jax.sampling import Sampler
@@ -83,8 +83,16 @@ def main(args: Args) -> None:
     tokenizer = found.tokenizer
     prompt = _prompt_ids(tokenizer, args)
     check_prompts(found.config, [prompt], args.max_new_tokens)
-    memory = _memory(found, len(prompt), args).line()
-    console.print(f"[dim]{memory}[/dim]", highlight=False, soft_wrap=True)
+    memory = estimate_generation(
+        found.config,
+        found.wide,
+        batch=args.samples,
+        prompt=len(prompt),
+        max_new_tokens=args.max_new_tokens,
+        prefill_chunk=args.prefill_chunk,
+        element_bytes=jnp.dtype(found.config.dtype).itemsize,
+    )
+    console.print(f"[dim]{memory.line()}[/dim]", highlight=False, soft_wrap=True)
     model = load_found(console, found).model
     streamed = _Stream(console, tokenizer) if args.stream and args.samples == 1 else None
     result = generate(
@@ -142,19 +150,6 @@ def _print_samples(console: Console, texts: list[str], first_seed: int) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _memory(found: FoundModel, prompt: int, args: Args) -> MemoryEstimate:
-    """Of `args.samples` rows of `prompt` tokens, in the checkpoint's own dtype."""
-    width, capacity = padded_sizes(prompt, args.max_new_tokens, args.prefill_chunk)
-    return estimate_memory(
-        found.config,
-        found.wide,
-        batch=args.samples,
-        piece=args.prefill_chunk or width,
-        capacity=capacity,
-        element_bytes=jnp.dtype(found.config.dtype).itemsize,
-    )
-
-
 def _prompt_ids(tokenizer: Any, args: Args) -> list[int]:
     if not args.chat:
         return tokenizer(args.prompt)["input_ids"]
@@ -171,7 +166,7 @@ def _skipped(result: Generation, model: WideForCausalLM) -> dict[str, dict[str, 
         "prefill": result.prefill_usage,
         "decode": result.decode_usage,
     }
-    size = model.model.embed_tokens.weight[...].dtype.itemsize
+    size = model.dtype.itemsize
     found = {}
     for phase, used in phases.items():
         if used is None or model.wide is None:

@@ -184,7 +184,7 @@ def without_routers(model: WideForCausalLM) -> WideForCausalLM:
         KeyError: an unmerged LoRA.
     """
     tensors = tensors_of(model, lambda name: not is_router(name))
-    return build(model.config, None, tensors, dtype=model.model.embed_tokens.weight[...].dtype)
+    return build(model.config, None, tensors, dtype=model.dtype)
 
 
 def save_pretrained(
