@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from eval.e2e_runs import Variant
@@ -23,7 +24,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import MODULES, Argmax, Forced, Masks, Module
-from wide_jax.structure import ModelState, merge, split
+from wide_jax.structure import split
 
 WINDOW = 2_048  # tokens that the source sees together, as perplexity is measured
 
@@ -65,8 +66,8 @@ def source_masks(
     graphdef, state = split(model)
 
     @jax.jit
-    def decide(state: ModelState, ids: Int[Array, "1 T"]) -> tuple[tuple[Array, ...], ...]:
-        masks = merge(graphdef, state)(TokenBatch.from_lengths(ids), Argmax()).masks
+    def decide(state: nnx.State, ids: Int[Array, "1 T"]) -> tuple[tuple[Array, ...], ...]:
+        masks = nnx.merge(graphdef, state)(TokenBatch.from_lengths(ids), Argmax()).masks
         return masks.attention, masks.ffn
 
     text = np.resize(np.asarray(ids, np.int32), (-(-tokens // window), 1, window))

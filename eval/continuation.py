@@ -21,7 +21,7 @@ from wide_jax.generate import decode_step, prefill
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Routing
 from wide_jax.sampling import Sampler, sample
-from wide_jax.structure import ModelState, merge, split, unpacked
+from wide_jax.structure import split
 
 CHUNK = 16  # tokens drawn between two looks at the text
 
@@ -144,7 +144,7 @@ def continue_prompts(
 )
 def _draw_chunk(
     graphdef: nnx.GraphDef,
-    state: ModelState,
+    state: nnx.State,
     logits: Float[Array, "B V"],
     cache: KVCache,
     done: Bool[Array, "B"],
@@ -156,7 +156,6 @@ def _draw_chunk(
     stop_ids: tuple[int, ...],
 ) -> _Loop:
     """Draw up to `size` tokens a row; each token that is no stop id also runs."""
-    state = unpacked(state)
     rows = logits.shape[0]
     temperature = jnp.full((rows,), sampler.temperature, jnp.float32)
 
@@ -185,7 +184,7 @@ def _draw_chunk(
         jnp.ones((rows,), bool),
         jnp.int32(0),
         jnp.zeros((rows, CHUNK), jnp.int32),
-        _no_usage(merge(graphdef, state), routing),
+        _no_usage(nnx.merge(graphdef, state), routing),
     )
     return jax.lax.while_loop(lambda loop: (loop.drawn < size) & ~loop.done.all(), draw, start)
 

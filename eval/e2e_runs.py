@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int
 
 from eval.kernel_timing import kernel_events
@@ -29,7 +30,7 @@ from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.random_weights import random_weight
 from wide_jax.routing import AllOn, Forced, Masks, Routing
-from wide_jax.structure import ModelState, Structure, merge, unpacked
+from wide_jax.structure import Structure
 
 Phase = Literal["prefill", "decode"]
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # the event that JAX records
@@ -70,7 +71,7 @@ class Models:
         """Both of a model; a dense one is both."""
         return cls(model, model if model.wide is None else without_routers(model))
 
-    def split(self, variant: Variant) -> tuple[Structure, ModelState]:
+    def split(self, variant: Variant) -> tuple[Structure, nnx.State]:
         """The variant's model on its kernels."""
         return split_on(self.dense if variant.mask == "none" else self.routed, variant.kernels)
 
@@ -118,7 +119,6 @@ def run_prefill(graphdef, state, ids, lengths, cache, routing):
 @functools.partial(jax.jit, static_argnames=("graphdef", "steps"), donate_argnames="cache")
 def run_decode(graphdef, state, token, cache, routing, steps):
     """`steps` greedy steps; the last tokens, and the cache with its first length again."""
-    state = unpacked(state)
     active = jnp.ones(token.shape, bool)
 
     def step(_, carried):
@@ -208,7 +208,7 @@ def decided_usage(
 
     @jax.jit
     def ask(state, ids, lengths, cache):
-        asked = merge(graphdef, state)
+        asked = nnx.merge(graphdef, state)
         if prompt:
             batch = TokenBatch.from_lengths(ids, lengths)
         else:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eval import records
@@ -32,7 +33,6 @@ from wide_jax.kernels import Kernels
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax, Forced, Masks, Routing
 from wide_jax.shapes import shape
-from wide_jax.structure import merge, unpacked
 
 STEPS = 4  # single steps at the end of each row
 BF16_LIMIT = 1.5  # times dense bf16's error: the most that the kernels' may be
@@ -134,7 +134,6 @@ def _piecewise(
 @functools.partial(jax.jit, static_argnames="graphdef")
 def _steps(graphdef, state, tokens: Int[Array, "P B"], cache: KVCache) -> Float[Array, "P B V"]:
     """Logits after each token, in a loop on the device, as a generation runs."""
-    state = unpacked(state)
 
     def step(cache, token):
         active = jnp.ones(token.shape, bool)
@@ -146,7 +145,7 @@ def _steps(graphdef, state, tokens: Int[Array, "P B"], cache: KVCache) -> Float[
 
 @functools.partial(jax.jit, static_argnames="graphdef")
 def _forward(graphdef, state, batch, routing):
-    model = merge(graphdef, state)
+    model = nnx.merge(graphdef, state)
     output = model(batch, routing)
     return model.logits(output.hidden), output.masks
 

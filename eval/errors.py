@@ -30,7 +30,7 @@ from wide_jax.accounting import Accounting, LayerSums, Usage, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM, attention_inputs
 from wide_jax.routing import AllOn, Masks, Routing
-from wide_jax.structure import ModelState, merge, split
+from wide_jax.structure import split
 
 PARTS = ("attention", "ffn", "stream")
 
@@ -133,13 +133,13 @@ def layer_errors(
 @functools.partial(jax.jit, static_argnames="graphdef")
 def _compare(
     graphdef: nnx.GraphDef,
-    state: ModelState,
+    state: nnx.State,
     ids: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     routing: Routing,
 ) -> tuple[dict[str, _Sums], Usage | None]:
     """Sums of one batch: the layers as the model runs them, and each sublayer with its mask off."""
-    model = merge(graphdef, state)
+    model = nnx.merge(graphdef, state)
     batch = TokenBatch.from_lengths(ids, lengths)
     shared = attention_inputs(model.config, batch, None)
     pruned = dense = model.model.embed_tokens(ids)

@@ -26,7 +26,7 @@ from wide_jax.accounting import Accounting, Usage, account, usage
 from wide_jax.batch import TokenBatch
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax, Routing
-from wide_jax.structure import ModelState, merge, split
+from wide_jax.structure import split
 
 SHORTEST_BUCKET = 32
 FEWEST_CHOICES = 4  # of rows that share inputs: more targets of a row cost next to nothing
@@ -171,7 +171,7 @@ def compile_together(run: Scorer, shapes: Sequence[tuple[int, int, int]]) -> Non
 @functools.partial(jax.jit, static_argnames="graphdef")
 def score_rows(
     graphdef: nnx.GraphDef,
-    state: ModelState,
+    state: nnx.State,
     inputs: Int[Array, "B T"],
     targets: Int[Array, "B C T"],
     lengths: Int[Array, "B"],
@@ -182,7 +182,7 @@ def score_rows(
     Logits are in the model's dtype, the log-softmax in float32; only `LOGITS_CHUNK` tokens of
     logits exist at a time. Columns past a row's length hold arbitrary values.
     """
-    model = merge(graphdef, state)
+    model = nnx.merge(graphdef, state)
     batch = TokenBatch.from_lengths(inputs, lengths)
     output = model(batch, routing)
     chunk = min(LOGITS_CHUNK, inputs.size)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from eval.e2e_runs import (
     CompiledRun,
@@ -34,7 +35,6 @@ from wide_jax.cache import KVCache
 from wide_jax.generate import decode_step, prefill
 from wide_jax.model import WideForCausalLM
 from wide_jax.routing import AllOn, Argmax, Routing
-from wide_jax.structure import ModelState, unpacked
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 SAMPLE_SECONDS = 0.02  # calls are repeated for at least so long: the host is then always ahead
@@ -190,7 +190,7 @@ class SpeedMeter:
 class _Programs:
     """What was compiled, one entry a variant; `ask` is of the last one's masks."""
 
-    states: tuple[ModelState, ...]
+    states: tuple[nnx.State, ...]
     runs: Mapping[Phase, Sequence[CompiledRun]]
     ask: CompiledRun
 
@@ -304,7 +304,6 @@ def _run_steps(graphdef, state, tokens, cache, routing):
     """A decode step for each of `tokens[1, steps]`: the last drawn token, and the cache with its
     first length again.
     """
-    state = unpacked(state)
     active = jnp.ones(1, bool)
 
     def step(i, carried):
@@ -319,7 +318,6 @@ def _run_steps(graphdef, state, tokens, cache, routing):
 @functools.partial(jax.jit, static_argnames="graphdef")
 def _ask(graphdef, state, prompt, lengths, tokens, cache, routing):
     """What the masks of the prompt and of the steps after it skip."""
-    state = unpacked(state)
     _, cache, prefilled = prefill(graphdef, state, prompt, lengths, cache, routing, fresh=True)
     active = jnp.ones(1, bool)
 

@@ -14,7 +14,7 @@ from wide_jax.config import ModelConfig, WideConfig
 from wide_jax.kernels import Kernels, SparsityHints
 from wide_jax.model import WideForCausalLM
 from wide_jax.params import LoRAParam
-from wide_jax.structure import ModelState, Structure, split
+from wide_jax.structure import Structure, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def use_kernels(
     return choice
 
 
-def split_on(model: WideForCausalLM, kernels: Kernels | None) -> tuple[Structure, ModelState]:
+def split_on(model: WideForCausalLM, kernels: Kernels | None) -> tuple[Structure, nnx.State]:
     """`split` of the model as it runs on these kernels; the model itself keeps its own."""
     own, model.kernels = model.kernels, kernels
     try:

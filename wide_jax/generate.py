@@ -24,7 +24,7 @@ from wide_jax.config import ModelConfig
 from wide_jax.model import ModelOutput, WideForCausalLM
 from wide_jax.routing import Argmax, Routing
 from wide_jax.sampling import Sampler, check_temperature, sample
-from wide_jax.structure import ModelState, merge, split, unpacked
+from wide_jax.structure import split
 
 SMALLEST_BUCKET = 16  # prompts are padded to powers of two from here on: one compile a bucket
 
@@ -64,7 +64,7 @@ class Prepared:
 
     config: ModelConfig
     graphdef: nnx.GraphDef
-    state: ModelState
+    state: nnx.State
 
     @classmethod
     def of(cls, model: WideForCausalLM) -> "Prepared":
@@ -98,7 +98,7 @@ class DecodeState:
 @functools.partial(jax.jit, static_argnames=("graphdef", "fresh"), donate_argnames="cache")
 def prefill(
     graphdef: nnx.GraphDef,
-    state: ModelState,
+    state: nnx.State,
     input_ids: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     cache: KVCache,
@@ -115,7 +115,7 @@ def prefill(
     Returns:
         Logits after each row's last token, the cache, and what the masks skipped.
     """
-    model = merge(graphdef, state)
+    model = nnx.merge(graphdef, state)
     columns = jnp.arange(input_ids.shape[1], dtype=jnp.int32)[None, :]
     real = columns < lengths[:, None]
     batch = TokenBatch(input_ids, cache.lengths[:, None] + columns, real.astype(jnp.int32))
@@ -128,7 +128,7 @@ def prefill(
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
 def decode_step(
     graphdef: nnx.GraphDef,
-    state: ModelState,
+    state: nnx.State,
     token: Int[Array, "B"],
     active: Bool[Array, "B"],
     cache: KVCache,
@@ -136,13 +136,10 @@ def decode_step(
 ) -> tuple[Float[Array, "B V"], KVCache, Usage | None]:
     """Run one token of every active row; the others' caches and counts stay as they are.
 
-    A loop around it inside a jitted function takes the state apart before
-    (`wide_jax.structure.unpacked`).
-
     Returns:
         Logits after the token (arbitrary for inactive rows), the cache, what the masks skipped.
     """
-    model = merge(graphdef, state)
+    model = nnx.merge(graphdef, state)
     batch = TokenBatch(token[:, None], cache.lengths[:, None], active[:, None].astype(jnp.int32))
     output = model(batch, routing, cache=cache)
     return model.logits(output.hidden[:, 0]), _cache_of(output), _usage_of(model, output, batch)
@@ -349,8 +346,6 @@ _first_draw = jax.jit(first_draw, static_argnames="settings", donate_argnames="c
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "settings"), donate_argnames="decoding")
 def _decode_until(graphdef, state, decoding, routing, keys, temperature, settings, limit):
-    state = unpacked(state)
-
     def forward(token, active, cache):
         return decode_step(graphdef, state, token, active, cache, routing)
 
