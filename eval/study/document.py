@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 
 from eval.report import draw
 from eval.study.expectations import expectations
@@ -129,7 +129,12 @@ def generation_table(results: Results) -> str:
 
 
 def seed_table(results: Results) -> str:
-    """Rows that differ in nothing but the seed: the spread of their figures."""
+    """Rows that differ in nothing but the seed: the spread of their figures.
+
+    Under them what two single trainings of WIDE may differ by: t(0.975) sqrt(2) times the deviation
+    about the rows' means that all of its runs have together.
+    """
+    squares, runs, freedom = 0.0, 0, 0
     groups: dict[str, list[Result]] = {}
     for result in results.values():
         if result.row.stage and result.perplexity is not None:
@@ -145,12 +150,25 @@ def seed_table(results: Results) -> str:
         members.sort(key=lambda r: r.row.seed or 0)
         losses = [r.loss.value for r in members if r.loss is not None]
         mean = sum(losses) / len(losses)
-        spread = math.sqrt(sum((x - mean) ** 2 for x in losses) / (len(losses) - 1))
+        about_mean = sum((x - mean) ** 2 for x in losses)
+        spread = math.sqrt(about_mean / (len(losses) - 1))
+        if members[0].row.method == "wide":
+            squares, runs = squares + about_mean, runs + len(losses)
+            freedom += len(losses) - 1
         seeds = ", ".join(str(r.row.seed) for r in members)
         listed = ", ".join(_number(math.exp(loss), 2) for loss in losses)
         means = [r.mean() for r in members]
         tasks = ", ".join("none" if m is None else _number(100 * m.value, 1) for m in means)
         lines.append(f"| `{name}` | {seeds} | {listed} | {mean:.3f} | {spread:.3f} | {tasks} |")
+    if freedom:
+        pooled = math.sqrt(squares / freedom)
+        limit = t.ppf(0.975, freedom) * math.sqrt(2) * pooled
+        lines += [
+            "",
+            f"The {runs} runs of `wide` together have a deviation of {pooled:.3f} nats about the "
+            f"mean of their row, with {freedom} degrees of freedom: two single trainings of it "
+            f"that differ by less than {limit:.2f} nats (95 %) may differ by their seeds alone.",
+        ]
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from eval.records import read_records
 from eval.study.plan import LARGE_SHAPE, OWN_SHAPE, TASKS, Recipe, Row, plan
-from eval.study.settings import newest_models
+from eval.study.settings import counted_models
 
 Key = tuple[str, str, str]  # part, task, metric
 
@@ -97,13 +97,13 @@ Results = Mapping[str, Result]
 def read(record: Path) -> Results:
     """Results by row id, in the plan's order, of every recipe that the records name.
 
-    Of a row that was trained more than once, of the model measured last.
+    Of a row that was trained more than once, of the model that counts (`counted_models`).
     """
     entries: list[tuple[str, dict[str, Any]]] = []
     if record.exists():
         entries = [(f"{record.name}:{n}", r) for n, r in read_records(record)]
     rows = {row.id: row for row in planned(r for _, r in entries)}
-    models = newest_models(r for _, r in entries)
+    models = counted_models(r for _, r in entries)
     entries = [(source, r) for source, r in entries if r["model"] == models[r["row"]]]
     found: dict[str, Result] = {}
     for source, entry in entries:

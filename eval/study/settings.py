@@ -154,13 +154,21 @@ def name_model(row: Row, settings: Settings, fingerprint: str) -> None:
     write_json(file, fingerprint)
 
 
-def newest_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The model of each row's last record.
+def counted_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The model of each row that most figures are of; of several the one measured last.
 
     Records of another do not count beside them: a training repeated on a GPU is another one, and a
-    row's figures belong together.
+    row's figures belong together. So a repetition takes a row's place when as much is measured of
+    it, and one that was cut short does not.
     """
-    return {record["row"]: record["model"] for record in records}
+    figures: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+    last: dict[tuple[str, str], int] = {}
+    for number, record in enumerate(records):
+        name = record["row"], record["model"]
+        figures.setdefault(name, set()).add((record["part"], record["task"], record["metric"]))
+        last[name] = number
+    ordered = sorted(figures, key=lambda name: (len(figures[name]), last[name]))
+    return dict(ordered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +184,7 @@ class Measured:
         Args:
             settings: of the study.
             models: of rows whose model is known, its fingerprint: only records of it count; of
-                other rows those of `newest_models`.
+                other rows those of `counted_models`.
 
         Raises:
             ValueError: it holds results of other settings; the message says which.
@@ -185,7 +193,7 @@ class Measured:
             return cls(frozenset())
         records = [record for _, record in read_records(settings.record)]
         _check(settings, records, settings.numbers())
-        of = newest_models(records) | dict(models or {})
+        of = counted_models(records) | dict(models or {})
         counted = (r for r in records if r["model"] == of[r["row"]])
         return cls(frozenset((r["row"], r["part"], r["task"], r["metric"]) for r in counted))
 

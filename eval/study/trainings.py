@@ -15,7 +15,7 @@ import tyro
 from eval.records import COMMON, append_record, read_records
 from eval.study.findings import planned
 from eval.study.plan import Row
-from eval.study.settings import Settings, models_at_hand, newest_models
+from eval.study.settings import Settings, counted_models, models_at_hand
 from train import metrics
 
 PART = "training"
@@ -32,18 +32,18 @@ class Args:
 
 
 def trainings(settings: Settings, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """A record of every row whose newest model is at hand with its log, and that has none yet."""
+    """A record of every row whose counted model is at hand with its log, and that has none yet."""
     record = settings.record
     every = [found for _, found in read_records(record)] if record.exists() else []
-    models, at_hand = newest_models(every), models_at_hand(rows, settings)
-    measured = {found["row"]: found for found in every}
+    models, at_hand = counted_models(every), models_at_hand(rows, settings)
+    measured = {(found["row"], found["model"]): found for found in every}
     known = {(found["row"], found["model"]) for found in every if found["part"] == PART}
     for row in rows:
         folder = settings.folder(row)
         model = models.get(row.id)
         same = model is not None and model == at_hand.get(row.id) and (row.id, model) not in known
         if same and (folder / metrics.FILE).exists():
-            yield _record(row, metrics.read(folder), measured[row.id])
+            yield _record(row, metrics.read(folder), measured[row.id, model])
 
 
 def _record(row: Row, lines: Sequence[dict[str, Any]], result: dict[str, Any]) -> dict[str, Any]:

@@ -281,8 +281,10 @@ def test_one_row_trains_at_a_time(settings, console, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_figures_of_another_training_do_not_stand_beside_the_newest(settings, console, tmp_path):
-    """A row of the default plan, so that its figures can be read."""
+def test_a_repeated_training_takes_the_rows_place_when_as_much_is_measured(
+    settings, console, tmp_path
+):
+    """A row of the default plan, so that its figures can be read: of one model, never of both."""
     row = {row.id: row for row in plan()}["wide-g16-h3-separate-50-s1-u500"]
     first, again = (
         dataclasses.replace(settings, out=tmp_path / name, record=tmp_path / "study.jsonl")
@@ -301,8 +303,12 @@ def test_figures_of_another_training_do_not_stand_beside_the_newest(settings, co
         Job(row, "tasks"),
     )
     found = read(again.record)[row.id]
-    assert found.part("perplexity")["model"] == other["model"]
-    assert found.part("tasks") is None
+    assert {r["model"] for r in found.records.values()} == {one["model"]}
+    assert found.part("tasks") is not None
+    measure(row, "tasks", again, console)
+    found = read(again.record)[row.id]
+    assert {r["model"] for r in found.records.values()} == {other["model"]}
+    assert found.part("tasks") is not None
     count = len(records(again))
     measure(row, "perplexity", again, console)  # known
     assert len(records(again)) == count
@@ -325,8 +331,9 @@ def test_a_measured_rows_training_log_is_recorded_once(settings, console, tmp_pa
     )
     append_record(own.record, found)
     assert list(trainings(own, [row])) == []
-    # The log beside another model than the one that was measured last says nothing of it.
-    append_record(own.record, measured | {"model": "another"})
+    # The log beside another model than the one whose figures count says nothing of it.
+    for part in ("perplexity", "errors"):
+        append_record(own.record, measured | {"model": "another", "part": part})
     assert list(trainings(own, [row])) == []
 
 
@@ -817,6 +824,8 @@ def test_the_document_says_what_the_records_say(study_file, tmp_path):
     value, low, high = (float(n) for n in re.findall(r"[0-9.]+", cells[1]))
     assert value == 40.0
     assert (low, high) == pytest.approx([40 * np.exp(s * 1.96 * 0.0894) for s in (-1, 1)], abs=1)
+    assert "The 3 runs of `wide` together have a deviation of 0.100 nats" in text
+    assert "2 degrees of freedom" in text and "less than 0.61 nats (95 %)" in text
     assert cells[2:5] == [
         "2.00",
         f"40.0 ± {100 * mean_error:.1f}",
