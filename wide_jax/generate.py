@@ -312,25 +312,19 @@ def generate(
         stop_ids=stops,
         pad_id=0 if config.pad_token_id is None else config.pad_token_id,
     )
-    keys = jax.vmap(jax.random.key)(jnp.array(seeds))
-    temperature = jnp.array(temps, jnp.float32)
+    temperature = np.array(temps, np.float32)
     seen = None
     if sampler.repetition_penalty != 1:
         seen = _seen_tokens(ids, lengths, config.vocab_size)
-    decoding = _first_draw(
-        logits,
-        cache,
-        keys,
-        temperature,
-        settings,
-        seen=seen,
-        no_usage=jax.tree.map(jnp.zeros_like, prefilled),
+    decoding, keys = _first_draw(
+        logits, cache, np.array(seeds, np.int32), temperature, settings, seen, prefilled
     )
     shown, piece = 0, max_new_tokens if on_tokens is None else stream_every
     for limit in range(piece, max_new_tokens + piece, piece):
-        decoding = _decode_until(
-            graphdef, state, decoding, routing, keys, temperature, settings, np.int32(limit)
-        )
+        if limit > 1:  # one token is drawn already
+            decoding = _decode_until(
+                graphdef, state, decoding, routing, keys, temperature, settings, np.int32(limit)
+            )
         if on_tokens is None:
             continue
         new, counts, done = jax.device_get((decoding.tokens, decoding.lengths, decoding.done))
@@ -341,7 +335,13 @@ def generate(
     return _on_host(decoding, prefilled)
 
 
-_first_draw = jax.jit(first_draw, static_argnames="settings", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="settings", donate_argnames="cache")
+def _first_draw(logits, cache, seeds, temperature, settings, seen, prefilled):
+    """The loop's state and the rows' keys: one program, where operations of their own are slow."""
+    keys = jax.vmap(jax.random.key)(seeds)
+    no_usage = jax.tree.map(jnp.zeros_like, prefilled)
+    options = {"seen": seen, "no_usage": no_usage}
+    return first_draw(logits, cache, keys, temperature, settings, **options), keys
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "settings"), donate_argnames="decoding")

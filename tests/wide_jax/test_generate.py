@@ -14,6 +14,7 @@ from wide_jax.engine import use_kernels
 from wide_jax.generate import (
     DecodeSettings,
     Prepared,
+    _decode_until,
     decode_until,
     first_draw,
     generate,
@@ -228,3 +229,20 @@ def test_a_cache_too_small_is_refused(wide_model):
     cache.check_room(8)
     with pytest.raises(ValueError, match="8 slots"):
         cache.check_room(9)
+
+
+def test_the_first_token_waits_for_no_step(wide_model):
+    """It is drawn from the prompt's logits: the loop's program is not even there yet."""
+    _decode_until.clear_cache()  # other tests run models of these very shapes
+    first = generate(wide_model, PROMPTS, max_new_tokens=1, stop_ids=())
+    assert _decode_until._cache_size() == 0
+    shown = []
+
+    def on_tokens(new):
+        shown.append((new, _decode_until._cache_size()))
+
+    made = generate(
+        wide_model, PROMPTS, max_new_tokens=3, stop_ids=(), on_tokens=on_tokens, stream_every=1
+    )
+    assert [compiled for _, compiled in shown] == [0, 1, 1]
+    assert shown[0][0] == first.rows() == [row[:1] for row in made.rows()]
