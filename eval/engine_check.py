@@ -6,12 +6,15 @@ float32: the same masks and logits, in one pass and in pieces with a cache. bf16
 masks forced: no further from float32 than 1.5 times what the dense model in plain bf16 is from its
 own float32; plain bf16 with the same masks beside it. And, by itself, how many decisions bf16
 flips: its residual stream differs, so routers see other inputs.
+
+Where something is wrong, the exit status is 1, and what the pieces give is shown again with one
+operation after the other by its reference: the one at fault is the one that mends it.
 """
 
 import dataclasses
 import functools
+import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,7 @@ from wide_jax.routing import AllOn, Argmax, Forced, Masks, Routing
 from wide_jax.shapes import shape
 
 STEPS = 4  # single steps at the end of each row
+FLOAT32_LIMIT = 1e-4  # of logits: the most that they may differ from plain JAX's
 BF16_LIMIT = 1.5  # times dense bf16's error: the most that the kernels' may be
 
 
@@ -57,7 +61,9 @@ class Comparison:
     decisions: int
     float32_max_difference: float  # of logits
     float32_flipped: int  # decisions that differ from plain JAX's
-    float32_cached_max_difference: float  # the same tokens in two prefills and single steps
+    # The same tokens in two prefills and single steps: after each of these, and the largest.
+    float32_cached_differences: tuple[float, ...]
+    float32_cached_max_difference: float
     bf16_error: float  # kernels, masks forced, against plain float32
     bf16_plain_error: float  # plain JAX, the same masks and reference
     bf16_dense_error: float  # plain JAX with everything on, against plain float32 with it too
@@ -68,6 +74,21 @@ class Comparison:
         """The kernels' error by dense bf16's: at most `BF16_LIMIT` where they compute right."""
         return self.bf16_error / self.bf16_dense_error
 
+    def problems(self) -> list[str]:
+        """What is beyond its limit, in words; empty where the kernels compute the model."""
+        found = []
+        if self.float32_flipped:
+            found.append(f"{self.float32_flipped} decisions differ in float32")
+        for where, difference in (
+            ("logits", self.float32_max_difference),
+            ("logits in pieces", self.float32_cached_max_difference),
+        ):
+            if not difference <= FLOAT32_LIMIT:
+                found.append(f"float32 {where} differ by {difference:.2e}, limit {FLOAT32_LIMIT}")
+        if not self.bf16_ratio <= BF16_LIMIT:
+            found.append(f"bf16 error is {self.bf16_ratio:.2f} of dense's, limit {BF16_LIMIT}")
+        return found
+
 
 def compare(model: WideForCausalLM, ids) -> Comparison:
     """Run a float32 model with routers both ways, and its bf16 cast."""
@@ -75,7 +96,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
     with jax.default_matmul_precision("float32"):
         wanted, masks = _run(model, batch, Argmax(), None)
         got, ours = _run(model, batch, Argmax(), Kernels())
-        cached, positions = _piecewise(model, ids, Kernels())
+        cached = _cached_differences(model, ids, wanted, Kernels())
         # Ties apart, what follows compares arithmetic at one and the same set of masks.
         forced = Forced(masks)
         wanted_forced, _ = _run(model, batch, forced, None)
@@ -90,12 +111,36 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
         decisions=decisions,
         float32_max_difference=float(jnp.abs(got - wanted).max()),
         float32_flipped=_differing(ours, masks),
-        float32_cached_max_difference=float(jnp.abs(cached - wanted[:, positions]).max()),
+        float32_cached_differences=cached,
+        float32_cached_max_difference=float(np.max(cached)),
         bf16_error=_error(bf16, wanted_forced),
         bf16_plain_error=_error(plain, wanted_forced),
         bf16_dense_error=_error(dense, wanted_dense),
         bf16_flipped=_differing(rounded, masks) / decisions,
     )
+
+
+def by_operation(model: WideForCausalLM, ids: Int[Array, "B T"]) -> dict[str, tuple[float, ...]]:
+    """`float32_cached_differences` with one operation by its reference, all others as they are."""
+    with jax.default_matmul_precision("float32"):
+        wanted, _ = _run(model, TokenBatch.from_lengths(ids), Argmax(), None)
+        return {
+            field.name: _cached_differences(
+                model, ids, wanted, dataclasses.replace(Kernels(), **{field.name: "reference"})
+            )
+            for field in dataclasses.fields(Kernels)
+            if field.name != "hints"
+        }
+
+
+def _cached_differences(
+    model: WideForCausalLM,
+    ids: Int[Array, "B T"],
+    wanted: Float[Array, "B T V"],
+    kernels: Kernels,
+) -> tuple[float, ...]:
+    cached, positions = _piecewise(model, ids, kernels)
+    return tuple(np.abs(np.asarray(cached - wanted[:, positions])).max(axis=(0, 2)).tolist())
 
 
 def _run(
@@ -165,8 +210,8 @@ def _error(x, reference) -> float:
     return float(jnp.linalg.norm(x - reference) / jnp.linalg.norm(reference))
 
 
-def main(args: Args) -> dict[str, Any]:
-    """Compare, print and record."""
+def main(args: Args) -> int:
+    """Compare, print and record; 1 where something is wrong, after showing where."""
     architecture = dataclasses.replace(shape(args.shape), num_hidden_layers=args.layers)
     wide = WideConfig.for_model(architecture, ffn_group_size=args.ffn_group_size)
     model = random_model(architecture, wide, dtype=jnp.float32)
@@ -189,8 +234,17 @@ def main(args: Args) -> dict[str, Any]:
     }
     if args.json is not None:
         records.append_record(args.json, record)
-    return record
+    if found.problems():
+        print("wrong:", "; ".join(found.problems()))
+        print("float32, in pieces, with one operation by its reference:")
+        for name, differences in {
+            "none": found.float32_cached_differences,
+            **by_operation(model, ids),
+        }.items():
+            print(f"  {name:18}", " ".join(f"{difference:.1e}" for difference in differences))
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    sys.exit(main(tyro.cli(Args)))

@@ -1,5 +1,7 @@
 """The comparison of the kernel path with plain JAX, on a tiny model."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from eval.engine_check import BF16_LIMIT, Comparison, compare
 from eval.records import read_records
 from tests.eval.test_bench_e2e import TINY
 from tests.wide_jax.conftest import forward
+from wide_jax import pruned
 from wide_jax.batch import TokenBatch
 from wide_jax.config import WideConfig
 from wide_jax.hf.mapping import is_router
@@ -32,7 +35,9 @@ def test_kernel_path_computes_the_model():
     assert found.decisions == 2 * 24 * 2 * (2 + 4)
     assert found.float32_max_difference < 1e-4
     assert found.float32_flipped == 0
-    assert found.float32_cached_max_difference < 1e-4
+    assert found.float32_cached_max_difference == max(found.float32_cached_differences) < 1e-4
+    assert len(found.float32_cached_differences) == 2 + engine_check.STEPS
+    assert found.problems() == []
     assert found.bf16_error <= BF16_LIMIT * found.bf16_plain_error
     assert 0 < found.bf16_plain_error < 0.1
     # The specification's own measure: what bf16 alone costs the dense model.
@@ -49,13 +54,50 @@ def test_kernel_path_computes_the_model():
 
 def test_the_verdict_is_by_dense_bf16_and_all_errors_are_recorded(tmp_path, monkeypatch, capsys):
     errors = {"bf16_error": 0.03, "bf16_plain_error": 0.01, "bf16_dense_error": 0.04}
-    found = Comparison(10, 1e-5, 0, 1e-5, **errors, bf16_flipped=0.0)
+    found = Comparison(10, 1e-5, 0, (1e-5,), 1e-5, **errors, bf16_flipped=0.0)
     monkeypatch.setattr(engine_check, "random_model", lambda *arguments, **options: None)
     monkeypatch.setattr(engine_check, "compare", lambda model, ids: found)
     file = tmp_path / "engine.jsonl"
-    engine_check.main(engine_check.Args(json=file))
+    assert engine_check.main(engine_check.Args(json=file)) == 0
     printed = capsys.readouterr().out
     assert "plain 1.00e-02" in printed
     assert "error 4.00e-02; the kernels' is 0.75 of it, at most 1.5 expected" in printed
     [(_, record)] = read_records(file)
     assert {name: record[name] for name in errors} == errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"float32_flipped": 3}, "3 decisions differ"),
+        ({"float32_max_difference": 2e-4}, "float32 logits differ by 2.00e-04"),
+        ({"float32_cached_max_difference": float("nan")}, "logits in pieces differ by nan"),
+        ({"bf16_error": 0.061}, "bf16 error is 1.52 of dense's"),
+    ],
+)
+def test_what_is_beyond_its_limit_is_a_problem(changes, problem):
+    sound = Comparison(10, 1e-5, 0, (1e-5,), 1e-5, 0.03, 0.01, 0.04, 0.0)
+    assert sound.problems() == []
+    [found] = dataclasses.replace(sound, **changes).problems()
+    assert problem in found
+
+
+def test_the_operation_at_fault_is_the_one_whose_reference_mends_it(monkeypatch, capsys):
+    """A decode attention that sees nothing: a step's logits are wrong, the prompts' are right."""
+    monkeypatch.setattr(engine_check, "shape", lambda name: TINY)
+    step = pruned.attention_step
+
+    def broken(q, *operands, implementation, **options):
+        out, keys, values = step(q, *operands, implementation=implementation, **options)
+        return (out if implementation == "reference" else 0.0 * out), keys, values
+
+    monkeypatch.setattr(pruned, "attention_step", broken)
+    args = engine_check.Args(layers=1, tokens=23, ffn_group_size=WIDE.ffn_group_size)
+    assert engine_check.main(args) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "  "]
+    differ = {name: [float(difference) for difference in found] for name, *found in lines}
+    prompts, steps = differ["none"][:2], differ["none"][2:]
+    assert max(prompts) < 1e-4 < min(steps)
+    mends = {name for name, found in differ.items() if max(found) < 1e-4}
+    # Naming the rotation or decode attention takes the step apart: `attention_step` is not run.
+    assert mends == {"attention_step", "attention_decode", "rope_cache"}
