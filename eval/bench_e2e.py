@@ -1,10 +1,10 @@
 """`wide bench e2e`: a prompt and each token after it, dense and pruned, of a whole model.
 
-Contenders take turns, run by run. Dense is the best of two: our kernels with everything on, and
-XLA's products with cuDNN's attention. The ideal beside a measurement is computed from the very
-masks that ran; in decode, a trained model's are those of one step after the prompt. Another shape
-can be timed with them too (`eval.carried_masks`). Times are the host's, around a call that is
-waited for: prefills and decode loops last milliseconds.
+Contenders take turns, run by run, in another order every round. Dense is the best of two: our
+kernels with everything on, and XLA's products with cuDNN's attention. The ideal beside a
+measurement is computed from the very masks that ran; in decode, a trained model's are those of one
+step after the prompt. Another shape can be timed with them too (`eval.carried_masks`). Times are
+the host's, around a call that is waited for: prefills and decode loops last milliseconds.
 """
 
 import dataclasses
@@ -79,9 +79,9 @@ class E2EConfig:
     """What to measure."""
     steps: int = 64
     """Decode steps of one timed loop: a call costs about 5 ms beside them."""
-    rounds: int = 5
-    """Timed turns of every contender, 3 at least."""
-    seconds_per_cell: float = 20.0
+    rounds: int = 30
+    """Timed turns of every contender, 3 at least, in another order every round."""
+    seconds_per_cell: float = 10.0
     """Fewer rounds (3 at least) where a cell would take longer."""
     generate: bool = False
     """Also time `generate` itself, as its caller does: the first token (ttft) and each one after it
@@ -432,8 +432,8 @@ def _phase(
 
     used = [_used(model, variant, ids, lengths, cache, phase=phase) for variant in variants]
     samples: list[list[float]] = [[] for _ in variants]
-    for counts in turns(config.rounds, config.seconds_per_cell):
-        for index in range(len(variants)):
+    for counts, order in turns(len(variants), config.rounds, config.seconds_per_cell):
+        for index in order:
             start = time.perf_counter()
             _, cache = jax.block_until_ready(once(index, cache))
             taken = time.perf_counter() - start

@@ -88,8 +88,9 @@ def time_generate(
 
     samples: list[dict[Waiting, list[float]]] = [{"ttft": [], "tpot": []} for _ in variants]
     last: dict[int, Generation] = {}
-    for counts in turns(rounds, seconds, clock):
-        for index, taken in enumerate(samples):
+    for counts, order in turns(len(variants), rounds, seconds, clock):
+        for index in order:
+            taken = samples[index]
             seen: list[float] = []
             first, _ = call(index, 1)
             _, last[index] = call(
@@ -102,7 +103,7 @@ def time_generate(
     return [
         Waited(
             {waiting: tuple(taken[waiting]) for waiting in WAITING},
-            jax.device_get({"ttft": made.prefill_usage, "tpot": made.decode_usage}),
+            jax.device_get({"ttft": last[index].prefill_usage, "tpot": last[index].decode_usage}),
         )
-        for taken, made in zip(samples, last.values(), strict=True)
+        for index, taken in enumerate(samples)
     ]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
@@ -77,18 +78,24 @@ class Models:
 
 
 def turns(
-    rounds: int, seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[bool]:
-    """Turns to take, and whether they count: the first warms up.
+    contenders: int,
+    rounds: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[tuple[bool, Sequence[int]]]:
+    """Rounds to take: whether one counts, which the first does not, and the contenders' order.
 
-    Then `rounds` of them, 3 at least, and after these no more than fit into `seconds`.
+    After the first come `rounds` of them, 3 at least, and then no more than fit into `seconds`.
+    Each has an order of its own, drawn from one seed: on a card at its power limit a run is the
+    faster the less the one before it took.
     """
-    yield False
+    draw = np.random.default_rng(0)
+    yield False, range(contenders)
     start = clock()
     for done in range(max(3, rounds)):
         if done >= 3 and clock() - start > seconds:
             return
-        yield True
+        yield True, draw.permutation(contenders).tolist()
 
 
 def best_dense(variants: Sequence[Variant], samples: Sequence[Sequence[float]]) -> int:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,13 +125,13 @@ def by_operation(model: WideForCausalLM, ids: Int[Array, "B T"]) -> dict[str, tu
     """`float32_cached_differences` with one operation by its reference, all others as they are."""
     with jax.default_matmul_precision("float32"):
         wanted, _ = _run(model, TokenBatch.from_lengths(ids), Argmax(), None)
-        return {
-            field.name: _cached_differences(
-                model, ids, wanted, dataclasses.replace(Kernels(), **{field.name: "reference"})
-            )
-            for field in dataclasses.fields(Kernels)
-            if field.name != "hints"
-        }
+        found = {}
+        for field in dataclasses.fields(Kernels):
+            if field.name != "hints":
+                by_reference: dict[str, Any] = {field.name: "reference"}
+                kernels = Kernels(**by_reference)
+                found[field.name] = _cached_differences(model, ids, wanted, kernels)
+        return found
 
 
 def _cached_differences(

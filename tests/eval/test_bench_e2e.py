@@ -307,7 +307,7 @@ def test_turns_count_after_the_first_and_fit_the_time():
 
     def taken(rounds, seconds):
         found = []
-        for counts in turns(rounds, seconds, lambda: now[0]):
+        for counts, _ in turns(1, rounds, seconds, lambda: now[0]):
             found.append(counts)
             now[0] += 1.0
         return found
@@ -316,6 +316,16 @@ def test_turns_count_after_the_first_and_fit_the_time():
     assert taken(1, 100.0) == [False] + 3 * [True]
     assert taken(9, 4.5) == [False] + 5 * [True]
     assert taken(9, 0.0) == [False] + 3 * [True]
+
+
+def test_no_contender_always_follows_the_same_one():
+    """Whoever comes after a heavy run finds a card at its power limit."""
+    orders = [list(order) for _, order in turns(4, 30, 100.0)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    before = [{o[o.index(who) - 1] for o in orders[1:] if o.index(who) > 0} for who in range(4)]
+    assert before == [{0, 1, 2, 3} - {who} for who in range(4)]
+    assert {order[0] for order in orders[1:]} == {0, 1, 2, 3}
+    assert orders == [list(order) for _, order in turns(4, 30, 100.0)]
 
 
 def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):
