@@ -1,6 +1,6 @@
 """`wide bench e2e`: a prompt and each token after it, dense and pruned, of a whole model.
 
-Contenders take turns, run by run, in another order every round. Dense is the best of two: our
+Contenders take turns, run by run, and follow another one every round. Dense is the best of two: our
 kernels with everything on, and XLA's products with cuDNN's attention. The ideal beside a
 measurement is computed from the very masks that ran; in decode, a trained model's are those of one
 step after the prompt. Another shape can be timed with them too (`eval.carried_masks`). Times are
@@ -80,7 +80,7 @@ class E2EConfig:
     steps: int = 64
     """Decode steps of one timed loop: a call costs about 5 ms beside them."""
     rounds: int = 30
-    """Timed turns of every contender, 3 at least, in another order every round."""
+    """Timed turns of every contender, 3 at least."""
     seconds_per_cell: float = 10.0
     """Fewer rounds (3 at least) where a cell would take longer."""
     generate: bool = False

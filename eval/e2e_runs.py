@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
@@ -35,6 +34,7 @@ from wide_jax.structure import Structure
 
 Phase = Literal["prefill", "decode"]
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # the event that JAX records
+WARMING = 2  # rounds of a benchmark that do not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +83,30 @@ def turns(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[bool, Sequence[int]]]:
-    """Rounds to take: whether one counts, which the first does not, and the contenders' order.
+    """Rounds to take: whether one counts, and the contenders' order in it.
 
-    After the first come `rounds` of them, 3 at least, and then no more than fit into `seconds`.
-    Each has an order of its own, drawn from one seed: on a card at its power limit a run is the
-    faster the less the one before it took.
+    The first two do not: a program's second call is still slow, where XLA captures its kernels.
+    Then `rounds` of them, 3 at least, and after these no more than fit into `seconds`.
     """
-    draw = np.random.default_rng(0)
-    yield False, range(contenders)
+    for warming in range(WARMING):
+        yield False, order(contenders, warming)
     start = clock()
     for done in range(max(3, rounds)):
         if done >= 3 and clock() - start > seconds:
             return
-        yield True, draw.permutation(contenders).tolist()
+        yield True, order(contenders, WARMING + done)
+
+
+def order(contenders: int, turn: int) -> list[int]:
+    """The contenders in one round, so that nobody follows the same one round after round.
+
+    On a card at its power limit a run is the faster the less the one before it took. Williams'
+    design (Aust. J. Sci. Res. 2, 1949): in as many rounds as contenders everyone follows each of
+    the others once; of an odd number every other round runs backwards, and it takes twice as many.
+    """
+    ends = [i // 2 if i % 2 == 0 else contenders - (i + 1) // 2 for i in range(contenders)]
+    found = [(end + turn) % contenders for end in ends]
+    return found[::-1] if contenders % 2 and turn % 2 else found
 
 
 def best_dense(variants: Sequence[Variant], samples: Sequence[Sequence[float]]) -> int:

@@ -7,13 +7,16 @@ masks forced: no further from float32 than 1.5 times what the dense model in pla
 own float32; plain bf16 with the same masks beside it. And, by itself, how many decisions bf16
 flips: its residual stream differs, so routers see other inputs.
 
-Where something is wrong, the exit status is 1, and what the pieces give is shown again with one
-operation after the other by its reference: the one at fault is the one that mends it.
+Two rows and one, whose steps have a routing operation of their own. Where something is wrong, the
+exit status is 1. Where it is the pieces, they run again in plain JAX, with every operation by its
+reference, and with one after the other: those that mend them tell which is at fault. (To name the
+rotation or decode attention takes a step's fused attention apart, so it mends that too.)
 """
 
 import dataclasses
 import functools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from wide_jax.shapes import shape
 
 STEPS = 4  # single steps at the end of each row
 FLOAT32_LIMIT = 1e-4  # of logits: the most that they may differ from plain JAX's
+OPERATIONS = tuple(field.name for field in dataclasses.fields(Kernels) if field.name != "hints")
 BF16_LIMIT = 1.5  # times dense bf16's error: the most that the kernels' may be
 
 
@@ -62,9 +66,11 @@ class Comparison:
     decisions: int
     float32_max_difference: float  # of logits
     float32_flipped: int  # decisions that differ from plain JAX's
-    # The same tokens in two prefills and single steps: after each of these, and the largest.
+    # The same tokens in two prefills and single steps: after each of these, and the largest; and
+    # of the first row by itself.
     float32_cached_differences: tuple[float, ...]
     float32_cached_max_difference: float
+    float32_alone_differences: tuple[float, ...]
     bf16_error: float  # kernels, masks forced, against plain float32
     bf16_plain_error: float  # plain JAX, the same masks and reference
     bf16_dense_error: float  # plain JAX with everything on, against plain float32 with it too
@@ -75,6 +81,12 @@ class Comparison:
         """The kernels' error by dense bf16's: at most `BF16_LIMIT` where they compute right."""
         return self.bf16_error / self.bf16_dense_error
 
+    @property
+    def pieces_wrong(self) -> bool:
+        """Whether logits in pieces, of all rows or of one, are beyond their limit."""
+        found = (*self.float32_cached_differences, *self.float32_alone_differences)
+        return not all(difference <= FLOAT32_LIMIT for difference in found)
+
     def problems(self) -> list[str]:
         """What is beyond its limit, in words; empty where the kernels compute the model."""
         found = []
@@ -83,6 +95,7 @@ class Comparison:
         for where, difference in (
             ("logits", self.float32_max_difference),
             ("logits in pieces", self.float32_cached_max_difference),
+            ("logits of one row in pieces", float(np.max(self.float32_alone_differences))),
         ):
             if not difference <= FLOAT32_LIMIT:
                 found.append(f"float32 {where} differ by {difference:.2e}, limit {FLOAT32_LIMIT}")
@@ -98,6 +111,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
         wanted, masks = _run(model, batch, Argmax(), None)
         got, ours = _run(model, batch, Argmax(), Kernels())
         cached = _cached_differences(model, ids, wanted, Kernels())
+        alone = _cached_differences(model, ids[:1], wanted[:1], Kernels())
         # Ties apart, what follows compares arithmetic at one and the same set of masks.
         forced = Forced(masks)
         wanted_forced, _ = _run(model, batch, forced, None)
@@ -114,6 +128,7 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
         float32_flipped=_differing(ours, masks),
         float32_cached_differences=cached,
         float32_cached_max_difference=float(np.max(cached)),
+        float32_alone_differences=alone,
         bf16_error=_error(bf16, wanted_forced),
         bf16_plain_error=_error(plain, wanted_forced),
         bf16_dense_error=_error(dense, wanted_dense),
@@ -121,24 +136,33 @@ def compare(model: WideForCausalLM, ids) -> Comparison:
     )
 
 
-def by_operation(model: WideForCausalLM, ids: Int[Array, "B T"]) -> dict[str, tuple[float, ...]]:
-    """`float32_cached_differences` with one operation by its reference, all others as they are."""
+def by_operation(
+    model: WideForCausalLM, ids: Int[Array, "B T"]
+) -> Iterator[tuple[str, tuple[float, ...], tuple[float, ...]]]:
+    """What runs by its reference, and the differences of the pieces then, of all rows and of one.
+
+    First plain JAX, then every operation of the kernel path, then one at a time.
+    """
+    apart = [name for name in OPERATIONS if name != "attention_step"]  # it is these or that
+    ways: dict[str, Kernels | None] = {"plain JAX": None, "all": _by_reference(apart)}
+    ways |= {name: _by_reference([name]) for name in OPERATIONS}
     with jax.default_matmul_precision("float32"):
         wanted, _ = _run(model, TokenBatch.from_lengths(ids), Argmax(), None)
-        found = {}
-        for field in dataclasses.fields(Kernels):
-            if field.name != "hints":
-                by_reference: dict[str, Any] = {field.name: "reference"}
-                kernels = Kernels(**by_reference)
-                found[field.name] = _cached_differences(model, ids, wanted, kernels)
-        return found
+        for name, kernels in ways.items():
+            rows = _cached_differences(model, ids, wanted, kernels)
+            yield name, rows, _cached_differences(model, ids[:1], wanted[:1], kernels)
+
+
+def _by_reference(names: Sequence[str]) -> Kernels:
+    settings: dict[str, Any] = dict.fromkeys(names, "reference")
+    return Kernels(**settings)
 
 
 def _cached_differences(
     model: WideForCausalLM,
     ids: Int[Array, "B T"],
     wanted: Float[Array, "B T V"],
-    kernels: Kernels,
+    kernels: Kernels | None,
 ) -> tuple[float, ...]:
     cached, positions = _piecewise(model, ids, kernels)
     return tuple(np.abs(np.asarray(cached - wanted[:, positions])).max(axis=(0, 2)).tolist())
@@ -158,7 +182,7 @@ def _dense(model: WideForCausalLM, batch: TokenBatch) -> Float[Array, "B T V"]:
 
 
 def _piecewise(
-    model: WideForCausalLM, ids: Int[Array, "B T"], kernels: Kernels
+    model: WideForCausalLM, ids: Int[Array, "B T"], kernels: Kernels | None
 ) -> tuple[Float[Array, "B P V"], np.ndarray]:
     """Logits where a generation would draw: after each of two prefills, and after every step."""
     batch, tokens = ids.shape
@@ -225,26 +249,42 @@ def main(args: Args) -> int:
     print(f"bf16, dense and plain: error {found.bf16_dense_error:.2e}; ", end="")
     print(f"the kernels' is {found.bf16_ratio:.2f} of it, at most {BF16_LIMIT} expected")
     print(f"bf16: {found.bf16_flipped:.3%} of the decisions differ from float32's")
-    record = records.common_fields("engine") | {
-        "model": f"{args.shape}-shape",
-        "layers": args.layers,
-        "batch": args.batch,
-        "tokens": args.tokens,
-        "ffn_group": args.ffn_group_size,
-        **dataclasses.asdict(found),
-    }
-    if args.json is not None:
-        records.append_record(args.json, record)
+    _show("float32, in pieces", found.float32_cached_differences, found.float32_alone_differences)
     if found.problems():
         print("wrong:", "; ".join(found.problems()))
-        print("float32, in pieces, with one operation by its reference:")
-        for name, differences in {
-            "none": found.float32_cached_differences,
-            **by_operation(model, ids),
-        }.items():
-            print(f"  {name:18}", " ".join(f"{difference:.1e}" for difference in differences))
-        return 1
-    return 0
+    if found.pieces_wrong:
+        print("with operations by their references:")
+        for name, rows, alone in by_operation(model, ids):
+            _show(name, rows, alone)
+    if args.json is not None:
+        record = records.common_fields("engine") | {
+            "model": f"{args.shape}-shape",
+            "layers": args.layers,
+            "batch": args.batch,
+            "tokens": args.tokens,
+            "ffn_group": args.ffn_group_size,
+            **dataclasses.asdict(found),
+        }
+        records.append_record(args.json, _finite(record))
+    return 1 if found.problems() else 0
+
+
+def _show(name: str, rows: Sequence[float], alone: Sequence[float]) -> None:
+    """A line: the differences after every piece and step, of all rows and of one by itself."""
+    listed = (" ".join(f"{difference:.1e}" for difference in found) for found in (rows, alone))
+    print(f"  {name:19}", " | one row: ".join(listed))
+
+
+def _finite(value: Any) -> Any:
+    """The same, with None for numbers that JSON has not."""
+    match value:
+        case dict():
+            return {name: _finite(item) for name, item in value.items()}
+        case tuple() | list():
+            return [_finite(item) for item in value]
+        case float() if not np.isfinite(value):
+            return None
+    return value
 
 
 if __name__ == "__main__":

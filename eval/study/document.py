@@ -131,8 +131,9 @@ def generation_table(results: Results) -> str:
 def seed_table(results: Results) -> str:
     """Rows that differ in nothing but the seed: the spread of their figures.
 
-    Under them what two single trainings of WIDE may differ by: t(0.975) sqrt(2) times the deviation
-    about the rows' means that all of its runs have together.
+    Under them what two single trainings of WIDE may differ by through their seeds and a GPU's order
+    of sums: t(0.975) sqrt(2) times the deviation about the rows' means that all of its runs have
+    together.
     """
     squares, runs, freedom = 0.0, 0, 0
     groups: dict[str, list[Result]] = {}
@@ -167,7 +168,7 @@ def seed_table(results: Results) -> str:
             "",
             f"The {runs} runs of `wide` together have a deviation of {pooled:.3f} nats about the "
             f"mean of their row, with {freedom} degrees of freedom: two single trainings of it "
-            f"that differ by less than {limit:.2f} nats (95 %) may differ by their seeds alone.",
+            f"that differ by less than {limit:.2f} nats (95 %) may differ by chance alone.",
         ]
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from eval.check_values import WIKITEXT
 from eval.records import read_records
@@ -165,7 +165,9 @@ def counted_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     last: dict[tuple[str, str], int] = {}
     for number, record in enumerate(records):
         name = record["row"], record["model"]
-        figures.setdefault(name, set()).add((record["part"], record["task"], record["metric"]))
+        measured = figures.setdefault(name, set())
+        if record["part"] in get_args(Part):  # the log of a training comes with any of them
+            measured.add((record["part"], record["task"], record["metric"]))
         last[name] = number
     ordered = sorted(figures, key=lambda name: (len(figures[name]), last[name]))
     return dict(ordered)

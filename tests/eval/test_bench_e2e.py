@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import io
+import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -37,6 +39,7 @@ from eval.e2e_runs import (
     dense_variants,
     empty_cache,
     forced_variant,
+    order,
     part_of,
     random_cache,
     random_model,
@@ -221,22 +224,23 @@ def test_dense_runs_without_routers_and_shares_the_weights():
 
 
 def test_generate_is_timed_as_its_caller_sees_it(monkeypatch):
-    """With a clock that a prompt advances by 5 and a token by 3: 8 to the first, 3 after it."""
+    """With a clock that a prompt advances by 5 and a token by 3, of the pruned model by 2."""
     model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
     now, calls = [0.0], []
 
     def generating(ready, prompts, *, max_new_tokens, on_tokens=None, **options):
         calls.append((ready.graphdef, max_new_tokens, options["prefill_chunk"]))
         now[0] += 5.0
+        token = 3.0 if ready.graphdef == calls[0][0] else 2.0
 
         def seen(tokens):
-            now[0] += 3.0 * len(tokens[0])
+            now[0] += token * len(tokens[0])
             on_tokens(tokens)
 
         told = None if on_tokens is None else seen
         made = generate(ready, prompts, max_new_tokens=max_new_tokens, on_tokens=told, **options)
         if on_tokens is None:
-            now[0] += 3.0 * max_new_tokens
+            now[0] += token * max_new_tokens
         return made
 
     variants = [DENSE[1], routed_variant(model, own=False)]
@@ -247,12 +251,13 @@ def test_generate_is_timed_as_its_caller_sees_it(monkeypatch):
         clock=lambda: now[0],
     )  # fmt: skip
     dense, wide = timed(rounds=2, seconds=1e9)
-    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 8  # a round to compile, and three
-    graphs = [call[0] for call in calls]
-    assert graphs == [graphs[0], graphs[0], graphs[2], graphs[2]] * 4  # in turns
-    assert graphs[0] != graphs[2]
-    for one in (dense, wide):
-        assert one.samples_ms == {"ttft": 3 * (8e3,), "tpot": 3 * (3e3,)}
+    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 10  # two rounds warm up, three count
+    first, second = calls[0][0], calls[2][0]
+    assert first != second
+    alternating = [first, second, second, first] * 2 + [first, second]
+    assert [call[0] for call in calls[::2]] == alternating
+    assert dense.samples_ms == {"ttft": 3 * (8e3,), "tpot": 3 * (3e3,)}
+    assert wide.samples_ms == {"ttft": 3 * (7e3,), "tpot": 3 * (2e3,)}
     assert dense.usage == {"ttft": None, "tpot": None}
     assert float(wide.usage["ttft"].tokens) == 32
     assert float(wide.usage["tpot"].tokens) == 2 * 7  # the last token drawn is never run
@@ -302,7 +307,7 @@ def test_steps_alone_make_no_masks_of_a_prompt(monkeypatch):
     assert asked == [1, 16]
 
 
-def test_turns_count_after_the_first_and_fit_the_time():
+def test_turns_count_after_two_and_fit_the_time():
     now = [0.0]
 
     def taken(rounds, seconds):
@@ -312,20 +317,24 @@ def test_turns_count_after_the_first_and_fit_the_time():
             now[0] += 1.0
         return found
 
-    assert taken(5, 100.0) == [False] + 5 * [True]
-    assert taken(1, 100.0) == [False] + 3 * [True]
-    assert taken(9, 4.5) == [False] + 5 * [True]
-    assert taken(9, 0.0) == [False] + 3 * [True]
+    assert taken(5, 100.0) == 2 * [False] + 5 * [True]
+    assert taken(1, 100.0) == 2 * [False] + 3 * [True]
+    assert taken(9, 4.5) == 2 * [False] + 5 * [True]
+    assert taken(9, 0.0) == 2 * [False] + 3 * [True]
 
 
-def test_no_contender_always_follows_the_same_one():
+@pytest.mark.parametrize(
+    ("contenders", "rounds"), [(1, 1), (2, 2), (3, 6), (4, 4), (5, 10), (6, 6)]
+)
+def test_every_contender_follows_every_other_equally_often(contenders, rounds):
     """Whoever comes after a heavy run finds a card at its power limit."""
-    orders = [list(order) for _, order in turns(4, 30, 100.0)]
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
-    before = [{o[o.index(who) - 1] for o in orders[1:] if o.index(who) > 0} for who in range(4)]
-    assert before == [{0, 1, 2, 3} - {who} for who in range(4)]
-    assert {order[0] for order in orders[1:]} == {0, 1, 2, 3}
-    assert orders == [list(order) for _, order in turns(4, 30, 100.0)]
+    orders = [order(contenders, turn) for turn in range(rounds)]
+    assert all(sorted(found) == list(range(contenders)) for found in orders)
+    pairs = Counter(pair for found in orders for pair in itertools.pairwise(found))
+    others = contenders * (contenders - 1)
+    assert len(pairs) == others
+    assert set(pairs.values()) <= {rounds // contenders}
+    assert [found for _, found in turns(contenders, rounds, 0.0)][:rounds] == orders[:5]
 
 
 def test_programs_from_the_compile_cache_are_told_from_compiled_ones(tmp_path):

@@ -1,6 +1,7 @@
 """The comparison of the kernel path with plain JAX, on a tiny model."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,18 @@ from wide_jax.hf.pretrained import build, tensors_of
 from wide_jax.routing import AllOn
 
 WIDE = WideConfig.for_model(TINY, ffn_group_size=16)
+SOUND = Comparison(
+    decisions=10,
+    float32_max_difference=1e-5,
+    float32_flipped=0,
+    float32_cached_differences=(1e-5, 0.0),
+    float32_cached_max_difference=1e-5,
+    float32_alone_differences=(0.0, 1e-5),
+    bf16_error=0.03,
+    bf16_plain_error=0.01,
+    bf16_dense_error=0.04,
+    bf16_flipped=0.0,
+)
 
 
 def dense_model(model, dtype):
@@ -37,6 +50,8 @@ def test_kernel_path_computes_the_model():
     assert found.float32_flipped == 0
     assert found.float32_cached_max_difference == max(found.float32_cached_differences) < 1e-4
     assert len(found.float32_cached_differences) == 2 + engine_check.STEPS
+    assert len(found.float32_alone_differences) == 2 + engine_check.STEPS
+    assert max(found.float32_alone_differences) < 1e-4
     assert found.problems() == []
     assert found.bf16_error <= BF16_LIMIT * found.bf16_plain_error
     assert 0 < found.bf16_plain_error < 0.1
@@ -54,7 +69,7 @@ def test_kernel_path_computes_the_model():
 
 def test_the_verdict_is_by_dense_bf16_and_all_errors_are_recorded(tmp_path, monkeypatch, capsys):
     errors = {"bf16_error": 0.03, "bf16_plain_error": 0.01, "bf16_dense_error": 0.04}
-    found = Comparison(10, 1e-5, 0, (1e-5,), 1e-5, **errors, bf16_flipped=0.0)
+    found = dataclasses.replace(SOUND, **errors)
     monkeypatch.setattr(engine_check, "random_model", lambda *arguments, **options: None)
     monkeypatch.setattr(engine_check, "compare", lambda model, ids: found)
     file = tmp_path / "engine.jsonl"
@@ -72,18 +87,18 @@ def test_the_verdict_is_by_dense_bf16_and_all_errors_are_recorded(tmp_path, monk
         ({"float32_flipped": 3}, "3 decisions differ"),
         ({"float32_max_difference": 2e-4}, "float32 logits differ by 2.00e-04"),
         ({"float32_cached_max_difference": float("nan")}, "logits in pieces differ by nan"),
+        ({"float32_alone_differences": (0.0, 0.2)}, "of one row in pieces differ by 2.00e-01"),
         ({"bf16_error": 0.061}, "bf16 error is 1.52 of dense's"),
     ],
 )
 def test_what_is_beyond_its_limit_is_a_problem(changes, problem):
-    sound = Comparison(10, 1e-5, 0, (1e-5,), 1e-5, 0.03, 0.01, 0.04, 0.0)
-    assert sound.problems() == []
-    [found] = dataclasses.replace(sound, **changes).problems()
+    assert SOUND.problems() == []
+    [found] = dataclasses.replace(SOUND, **changes).problems()
     assert problem in found
 
 
-def test_the_operation_at_fault_is_the_one_whose_reference_mends_it(monkeypatch, capsys):
-    """A decode attention that sees nothing: a step's logits are wrong, the prompts' are right."""
+def test_the_references_that_mend_a_step_tell_which_operation_is_at_fault(monkeypatch, capsys):
+    """A fused attention that sees nothing: a step's logits are wrong, the prompts' are right."""
     monkeypatch.setattr(engine_check, "shape", lambda name: TINY)
     step = pruned.attention_step
 
@@ -92,12 +107,32 @@ def test_the_operation_at_fault_is_the_one_whose_reference_mends_it(monkeypatch,
         return (out if implementation == "reference" else 0.0 * out), keys, values
 
     monkeypatch.setattr(pruned, "attention_step", broken)
+    some = ("route_kv", "rope_cache", "attention_step")  # all of them take minutes here
+    assert set(some) < set(engine_check.OPERATIONS)
+    monkeypatch.setattr(engine_check, "OPERATIONS", some)
     args = engine_check.Args(layers=1, tokens=23, ffn_group_size=WIDE.ffn_group_size)
     assert engine_check.main(args) == 1
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "  "]
-    differ = {name: [float(difference) for difference in found] for name, *found in lines}
-    prompts, steps = differ["none"][:2], differ["none"][2:]
-    assert max(prompts) < 1e-4 < min(steps)
-    mends = {name for name, found in differ.items() if max(found) < 1e-4}
-    # Naming the rotation or decode attention takes the step apart: `attention_step` is not run.
-    assert mends == {"attention_step", "attention_decode", "rope_cache"}
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    found = {}
+    for line in lines:
+        name, rows, alone = re.split(r" {2,}| \| one row: ", line.strip())
+        found[name] = [[float(x) for x in part.split()] for part in (rows, alone)]
+    for differences in found["float32, in pieces"]:
+        assert max(differences[:2]) < 1e-4 < min(differences[2:])
+    mend = {name for name, both in found.items() if max(map(max, both)) < 1e-4}
+    # Naming the rotation takes the step apart: `attention_step` is not run.
+    assert mend == {"plain JAX", "all", "attention_step", "rope_cache"}
+    assert set(found) - mend == {"float32, in pieces", "route_kv"}
+
+
+def test_a_model_that_gives_nan_is_recorded_and_wrong(tmp_path, monkeypatch, capsys):
+    nan = float("nan")
+    broken = dataclasses.replace(SOUND, float32_max_difference=nan, bf16_error=nan)
+    monkeypatch.setattr(engine_check, "random_model", lambda *arguments, **options: None)
+    monkeypatch.setattr(engine_check, "compare", lambda model, ids: broken)
+    file = tmp_path / "engine.jsonl"
+    assert engine_check.main(engine_check.Args(json=file)) == 1
+    assert "wrong: float32 logits differ by nan" in capsys.readouterr().out
+    [(_, record)] = read_records(file)
+    assert record["float32_max_difference"] is record["bf16_error"] is None
+    assert record["float32_alone_differences"] == [0.0, 1e-5]
