@@ -321,7 +321,7 @@ def generate(
     )
     shown, piece = 0, max_new_tokens if on_tokens is None else stream_every
     for limit in range(piece, max_new_tokens + piece, piece):
-        if limit > 1:  # one token is drawn already
+        if min(limit, max_new_tokens) > 1:  # one token is drawn already
             decoding = _decode_until(
                 graphdef, state, decoding, routing, keys, temperature, settings, np.int32(limit)
             )

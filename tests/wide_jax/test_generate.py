@@ -235,6 +235,9 @@ def test_the_first_token_waits_for_no_step(wide_model):
     """It is drawn from the prompt's logits: the loop's program is not even there yet."""
     _decode_until.clear_cache()  # other tests run models of these very shapes
     first = generate(wide_model, PROMPTS, max_new_tokens=1, stop_ids=())
+    streamed = []
+    generate(wide_model, PROMPTS, max_new_tokens=1, stop_ids=(), on_tokens=streamed.append)
+    assert streamed == [first.rows()]
     assert _decode_until._cache_size() == 0
     shown = []
 
