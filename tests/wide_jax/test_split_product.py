@@ -53,7 +53,9 @@ def test_product_and_gradients_have_float32_precision():
         (by_weight, p64.reshape(-1, 8).T, x64.reshape(-1, 96)),
     ):
         plain = jnp.matmul(jnp.float32(one), jnp.float32(other), precision="highest")
-        assert error(found, one, other) <= 2 * error(plain, one, other) < 2.0**-20
+        # Both bounds are the product's: how XLA adds up the plain one differs between processors.
+        assert error(found, one, other) <= 2 * error(plain, one, other)
+        assert error(found, one, other) < 2.0**-20
     assert error(by_x, p64, w64) < 2.0**-8  # its own rounding
     assert (y.dtype, by_x.dtype, by_weight.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     # One bfloat16 product alone would fail these bounds by far.
