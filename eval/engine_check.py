@@ -43,8 +43,8 @@ from wide_jax.shapes import shape
 
 STEPS = 4  # single steps at the end of each row
 FLOAT32_LIMIT = 1e-4  # of logits: the most that they may differ from plain JAX's
-OPERATIONS = tuple(field.name for field in dataclasses.fields(Kernels) if field.name != "hints")
 BF16_LIMIT = 1.5  # times dense bf16's error: the most that the kernels' may be
+OPERATIONS = tuple(field.name for field in dataclasses.fields(Kernels) if field.name != "hints")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -339,9 +339,9 @@ def generate(
 def _first_draw(logits, cache, seeds, temperature, settings, seen, prefilled):
     """The loop's state and the rows' keys: one program, where operations of their own are slow."""
     keys = jax.vmap(jax.random.key)(seeds)
-    no_usage = jax.tree.map(jnp.zeros_like, prefilled)
-    options = {"seen": seen, "no_usage": no_usage}
-    return first_draw(logits, cache, keys, temperature, settings, **options), keys
+    none = jax.tree.map(jnp.zeros_like, prefilled)
+    drawn = first_draw(logits, cache, keys, temperature, settings, seen=seen, no_usage=none)
+    return drawn, keys
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "settings"), donate_argnames="decoding")

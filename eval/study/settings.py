@@ -170,7 +170,7 @@ def counted_models(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             measured.add((record["part"], record["task"], record["metric"]))
         last[name] = number
     ordered = sorted(figures, key=lambda name: (len(figures[name]), last[name]))
-    return dict(ordered)
+    return dict(ordered)  # (row, model) pairs: of a row's models the last one stays
 
 
 @dataclasses.dataclass(frozen=True)
