@@ -27,6 +27,7 @@ from eval.e2e_runs import (
     Variant,
     compile_all,
     dense_variants,
+    order,
     run_prefill,
 )
 from eval.scoring import Ran, element_bytes, full_precision
@@ -174,8 +175,8 @@ class SpeedMeter:
                     programs.runs[phase], programs.states, variants, strict=True
                 )
             ]
-            # Steps follow the prompt, whose cache the last prefill (the pruned one) left behind.
             taken, cache = _in_turns(calls, cache, shape.repeats, self._clock)
+            _, cache = calls[-1](cache)  # whoever came last: steps follow the pruned prompt
             cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
             scale = 1e3 if phase == "prefill" else 1e3 / shape.steps
             names = (variant.name for variant in variants)
@@ -275,7 +276,8 @@ def _in_turns(
 ) -> tuple[list[list[float]], KVCache]:
     """Seconds of each call, `repeats` samples in turns, and the cache as the last one left it.
 
-    A sample is the mean of several calls that follow each other without waiting.
+    A sample is the mean of several calls that follow each other without waiting; who follows whom
+    is another every turn (`e2e_runs.order`).
     """
 
     def sample(call, count: int, cache: KVCache) -> tuple[float, KVCache]:
@@ -292,10 +294,10 @@ def _in_turns(
             fastest = min(fastest, seconds)
     count = max(1, round(SAMPLE_SECONDS / max(fastest, 1e-9)))
     taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, mine in zip(calls, taken, strict=True):
-            seconds, cache = sample(call, count, cache)
-            mine.append(seconds)
+    for turn in range(repeats):
+        for index in order(len(calls), turn):
+            seconds, cache = sample(calls[index], count, cache)
+            taken[index].append(seconds)
     return taken, cache
 
 

@@ -79,8 +79,8 @@ def test_times_are_medians_of_turns_per_call_and_per_step(routed):
     """A clock that moves by known amounts, one reading before and one after every sample."""
     # Two samples of both contenders to warm up, at 20 ms each: then one call is a sample.
     warm = [0.02] * 4
-    prefills = [0.030, 0.010, 0.050, 0.020, 0.040, 0.010]  # dense, wide, dense, wide ...
-    decodes = [0.006, 0.003, 0.009, 0.0045, 0.006, 0.006]
+    prefills = [0.030, 0.010, 0.020, 0.050, 0.040, 0.010]  # dense, wide, wide, dense, dense ...
+    decodes = [0.006, 0.003, 0.0045, 0.009, 0.006, 0.006]
     readings = iter(
         [0.0 if half == 0 else spent for spent in [*warm, *prefills, *warm, *decodes]
          for half in (0, 1)]
