@@ -26,6 +26,7 @@ from wide_jax.routing import (
     Argmax,
     AttentionMask,
     FFNMask,
+    Forced,
     GumbelSoftmax,
     Masks,
     Routing,
@@ -41,7 +42,7 @@ class ModelOutput:
     masks: Masks | None
     cache: KVCache | None
     # What argmax would have chosen from the same residual stream, where routers were asked:
-    # training samples its masks and reports these beside them.
+    # training samples its masks, or others are given, and these are reported beside them.
     argmax: Masks | None = None
 
 
@@ -106,7 +107,8 @@ class DecoderLayer(nnx.Module):
         )
         attended, cache = self.self_attn(self.input_layernorm(x), shared, cache, attn_mask)
         x = constrain(x + attended, "hidden_BTD")
-        if self.one_router and attn_argmax is not None:  # a router was asked: it decides for both
+        # A router was asked, and what it said was done: it decides for both.
+        if self.one_router and attn_argmax is not None and not isinstance(routing, Forced):
             ffn_mask, ffn_argmax = attn_mask, attn_argmax
         else:
             ffn_mask, ffn_argmax = decide(
@@ -139,7 +141,6 @@ class DecoderLayer(nnx.Module):
             attention=self.self_attn,
         )
         x, cache = pruned.attend(self.self_attn, x, attn, shared, cache, kernels)
-        asked = isinstance(routing, Argmax)
         ffn = pruned.decision(
             self.post_attention_layernorm,
             self.router_ffn,
@@ -151,13 +152,12 @@ class DecoderLayer(nnx.Module):
             module="ffn",
             groups=self.dense_ffn_groups,
             counter=attn.counter,
-            decided=attn if self.one_router and asked else None,
+            decided=attn if self.one_router and isinstance(routing, Argmax) else None,
         )
         x = pruned.feed_forward(self.mlp, x, ffn, kernels)
         if cache is not None:
             cache = dataclasses.replace(cache, counter=ffn.counter)
-        argmax = (attn.mask, ffn.mask) if asked else (None, None)
-        return x, LayerDecisions(attn.mask, ffn.mask, *argmax), cache
+        return x, LayerDecisions(attn.mask, ffn.mask, attn.argmax, ffn.argmax), cache
 
 
 class DecoderModel(nnx.Module):

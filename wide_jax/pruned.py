@@ -69,6 +69,7 @@ class Decision:
     mask: Bool[Array, "B T groups"] | None  # None: everything
     layout: MaskLayout | None  # None: everything, by plain products
     counter: Int32[Array, " C"]  # the routing kernel's, for the next decision
+    argmax: Bool[Array, "B T groups"] | None = None  # what the router says, where one was asked
     # Keys and values, where the routing kernel made them too.
     kv: tuple[Float[Array, "M Nk"], Float[Array, "M Nk"]] | None = None
 
@@ -100,7 +101,8 @@ def decision(
     """
     sparsity = getattr(kernels.hints, module)
     if decided is not None:
-        return Decision(_normed(norm, x, kernels), decided.mask, decided.layout, counter)
+        normed = _normed(norm, x, kernels)
+        return Decision(normed, decided.mask, decided.layout, counter, decided.argmax)
     match routing:
         case AllOn():
             layout = None
@@ -115,16 +117,16 @@ def decision(
                 normed = _normed(norm, x, kernels)
                 return Decision(normed, mask, _layout(mask, shared, sparsity, kernels), counter)
             asked = _asked(norm, required(router, routing), x, counter, kernels, attention)
-            mask, _ = jax.lax.optimization_barrier((mask, asked.mask))
+            mask, argmax = jax.lax.optimization_barrier((mask, asked.mask))
         case Argmax():
             asked = _asked(norm, required(router, routing), x, counter, kernels, attention)
-            mask = asked.mask
+            mask = argmax = asked.mask
         case _:
             raise ValueError(
                 f"{type(routing).__name__} routing is for training: it runs in plain JAX"
             )
     layout = _layout(mask, shared, sparsity, kernels)
-    return Decision(asked.normed, mask, layout, asked.counter, asked.kv)
+    return Decision(asked.normed, mask, layout, asked.counter, argmax, asked.kv)
 
 
 def _normed(norm: RMSNorm, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "B T D"]:

@@ -89,15 +89,14 @@ def decide(
     match routing:
         case AllOn():
             return None, None
-        case Forced(masks, ask_routers):
-            mask = getattr(masks, module)[layer]
-            if ask_routers:
-                _, mask = jax.lax.optimization_barrier((required(router, routing)(x), mask))
-            return mask, None
+        case Forced(masks, ask_routers=False):
+            return getattr(masks, module)[layer], None
     router = required(router, routing)
     logits = router(x, training=isinstance(routing, GumbelSoftmax))
     argmax = constrain(execute_margin(logits) >= router.threshold, "mask_BTG")
     match routing:
+        case Forced(masks):  # who has no use for the decisions pays for them all the same
+            return jax.lax.optimization_barrier((getattr(masks, module)[layer], argmax))
         case Argmax():
             return argmax, argmax
         case GumbelSoftmax():

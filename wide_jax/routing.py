@@ -59,8 +59,9 @@ class GumbelSoftmax:
 class Forced:
     """Use the given masks instead of the routers'.
 
-    `ask_routers`: compute the routers' decisions all the same and throw them away, so that a
-    benchmark of given masks pays for routing.
+    `ask_routers`: compute the routers' decisions all the same, so that a benchmark of given masks
+    pays for routing, and report them beside the masks (`ModelOutput.argmax`): what every router
+    says where all before it did as they were told.
     """
 
     masks: Masks

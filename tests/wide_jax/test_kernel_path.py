@@ -136,6 +136,14 @@ def test_forced_masks_and_thresholds():
         asked, found = forward(model, batch, Forced(masks, ask_routers=True))
         np.testing.assert_array_equal(asked, forward(model, batch, Forced(masks))[0])
         same(jax.tree.map(lambda m: m != 0, found.masks), masks)
+        # What they say is reported: of the first layer what they always say, as nothing is
+        # skipped before it; and all of it where they are given their own decisions.
+        _, free = forward(model, batch, Argmax())
+        np.testing.assert_array_equal(found.argmax.attention[0], free.masks.attention[0])
+        assert (found.argmax.attention[0] != masks.attention[0]).any()
+        _, own = forward(model, batch, Forced(free.masks, ask_routers=True))
+        same(own.argmax, free.masks)
+        assert forward(model, batch, Forced(masks))[1].argmax is None
     dense = tiny_model(None)
     for kernels in (None, Kernels()):
         use_kernels(dense, kernels)
