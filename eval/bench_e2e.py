@@ -249,44 +249,17 @@ def refusal(
 
     Steps alone need no prompt's activations, but for a model's `own` masks, which see one.
     """
-    after = _steps_after(bench)
+    after = 2 * bench.steps if bench.generate else bench.steps
     if tokens + after > config.max_position_embeddings:
         limit = config.max_position_embeddings
         return f"{tokens} + {after} tokens are beyond max_position_embeddings={limit}"
-    needed, limit = _needed(config, wide, batch, tokens, bench, own=own), memory_limit()
-    if limit is not None and needed > limit:
-        return (
-            f"needs about {needed / 2**30:.0f} GiB, JAX has {limit / 2**30:.0f} of the device's "
-            "(XLA_PYTHON_CLIENT_MEM_FRACTION says how much it takes)"
-        )
-    return None
-
-
-def _steps_after(bench: E2EConfig) -> int:
-    return 2 * bench.steps if bench.generate else bench.steps
-
-
-def _needed(
-    config: ModelConfig,
-    wide: WideConfig,
-    batch: int,
-    tokens: int,
-    bench: E2EConfig,
-    *,
-    own: bool,
-    at_once: int = 1,
-) -> float:
-    """Bytes that one of a cell's `parts` needs, by an estimate and what there is to spare.
-
-    With so many calls `at_once`, which share their weights.
-    """
     if bench.generate:
         estimate = estimate_generation(
             config,
             wide,
             batch=batch,
             prompt=tokens,
-            max_new_tokens=_steps_after(bench),
+            max_new_tokens=after,
             prefill_chunk=bench.prefill_chunk,
             element_bytes=ELEMENT_BYTES,
         )
@@ -296,11 +269,16 @@ def _needed(
             wide,
             batch=batch,
             piece=tokens if own or "prefill" in bench.phases else 1,
-            capacity=tokens + _steps_after(bench),
+            capacity=tokens + after,
             element_bytes=ELEMENT_BYTES,
         )
-    each = estimate.cache + estimate.temporary
-    return SPARE * (estimate.total + (at_once - 1) * each)
+    needed, limit = SPARE * estimate.total, memory_limit()
+    if limit is not None and needed > limit:
+        return (
+            f"needs about {needed / 2**30:.0f} GiB, JAX has {limit / 2**30:.0f} of the device's "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION says how much it takes)"
+        )
+    return None
 
 
 def memory_limit() -> int | None:
@@ -349,9 +327,6 @@ def generated(
     What each variant took: its first token, and each one after it.
     """
     variants = [*dense, routed_variant(models.routed, own=own)]
-    (batch, tokens), limit, at_once = ids.shape, memory_limit(), len(variants)
-    architecture = models.routed.config
-    needed = _needed(architecture, wide, batch, tokens, config, own=own, at_once=at_once)
     waited = time_generate(
         models,
         variants,
@@ -359,7 +334,6 @@ def generated(
         steps=config.steps,
         rounds=config.rounds,
         seconds=config.seconds_per_cell,
-        together=not config.compile_alone and (limit is None or needed <= limit),
         prefill_chunk=config.prefill_chunk,
     )
 
@@ -373,7 +347,7 @@ def generated(
             Measured(variant, None, one.samples_ms[waiting], skipped(one.usage[waiting]))
             for variant, one in zip(variants, waited, strict=True)
         ]
-        yield from _rows(waiting, found, ids, architecture, wide, config)
+        yield from _rows(waiting, found, ids, models.routed.config, wide, config)
 
 
 def _rows(

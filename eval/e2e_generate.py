@@ -7,7 +7,6 @@ call has: arguments checked and moved, sampling, log-probabilities, accounting, 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
 import jax
@@ -52,7 +51,6 @@ def time_generate(
     steps: int,
     rounds: int,
     seconds: float,
-    together: bool,
     prefill_chunk: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Waited]:
@@ -60,7 +58,7 @@ def time_generate(
 
     Of the second call its second half counts, from the callback after `steps` tokens to the one
     after all: two calls' difference would have the spread of their prompts in it. Calls are greedy
-    and never stop early; the first rounds, which compile and warm up, do not count.
+    and never stop early; calls before the first turn compile.
 
     Args:
         models: with and without routers; each variant has its own kernels.
@@ -69,8 +67,6 @@ def time_generate(
         steps: tokens that are timed, at least 1.
         rounds: timed turns, 3 at least.
         seconds: fewer turns, but 3, where they would take longer.
-        together: compile the variants' programs side by side, before any turn: their calls run
-            then, and their memory is needed, at a time.
         prefill_chunk: prompts run in pieces of so many tokens; None: at once.
         clock: seconds.
     """
@@ -90,11 +86,11 @@ def time_generate(
         )
         return clock() - start, made
 
-    if together:
-        everyone = range(len(variants))
-        with ThreadPoolExecutor(len(variants)) as pool:
-            for tokens in (1, 2 * steps):
-                list(pool.map(lambda index, tokens=tokens: call(index, tokens), everyone))
+    # One after another: XLA ends the process where one thread compiles while another's first calls
+    # are captured.
+    for index in range(len(variants)):
+        for tokens in (1, 2 * steps):
+            call(index, tokens)
     samples: list[dict[Waiting, list[float]]] = [{"ttft": [], "tpot": []} for _ in variants]
     last: dict[int, Generation] = {}
     for counts, order in turns(len(variants), rounds, seconds, clock):

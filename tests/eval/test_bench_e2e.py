@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import re
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -249,12 +248,15 @@ def test_generate_is_timed_as_its_caller_sees_it(monkeypatch):
     monkeypatch.setattr(e2e_generate, "generate", generating)
     timed = functools.partial(
         time_generate, Models.of(model), variants, ids, steps=4, prefill_chunk=8,
-        together=False, clock=lambda: now[0],
+        clock=lambda: now[0],
     )  # fmt: skip
     dense, wide = timed(rounds=2, seconds=1e9)
-    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 10  # two rounds warm up, three count
+    # One call of each kind compiles, two rounds warm up, three count.
+    assert [call[1:] for call in calls] == [(1, 8), (8, 8)] * 12
+    compiling, calls = calls[:4], calls[4:]
     first, second = calls[0][0], calls[2][0]
     assert first != second
+    assert [call[0] for call in compiling] == [first, first, second, second]
     alternating = [first, second, second, first] * 2 + [first, second]
     assert [call[0] for call in calls[::2]] == alternating
     assert dense.samples_ms == {"ttft": 3 * (8e3,), "tpot": 3 * (3e3,)}
@@ -262,49 +264,6 @@ def test_generate_is_timed_as_its_caller_sees_it(monkeypatch):
     assert dense.usage == {"ttft": None, "tpot": None}
     assert float(wide.usage["ttft"].tokens) == 32
     assert float(wide.usage["tpot"].tokens) == 2 * 7  # the last token drawn is never run
-
-
-def test_programs_of_generate_are_compiled_side_by_side_where_all_fit(monkeypatch):
-    """The calls before any turn may overlap: each waits for the other here."""
-    model = random_model(TINY, WideConfig.for_model(TINY, ffn_group_size=16))
-    variants = [DENSE[1], routed_variant(model, own=False)]
-    met, started = threading.Barrier(2), []
-
-    def generating(*arguments, **options):
-        if len(started) < 2:
-            started.append(None)
-            met.wait(timeout=60)  # raises where one waits for the other's end
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr(e2e_generate, "generate", generating)
-    ids = np.arange(16).reshape(1, 16)
-    timed = functools.partial(
-        time_generate, Models.of(model), variants, ids, steps=2, rounds=3, seconds=1e9
-    )
-    assert [len(one.samples_ms["tpot"]) for one in timed(together=True)] == [3, 3]
-    assert len(started) == 2
-    assert not met.broken
-
-
-@pytest.mark.parametrize(("limit", "together"), [(None, True), (2**40, True), (1, False)])
-def test_a_cell_of_generate_compiles_side_by_side_in_the_memory_there_is(
-    limit, together, monkeypatch
-):
-    wide = WideConfig.for_model(TINY, ffn_group_size=16)
-    models, asked = Models.of(random_model(TINY, wide)), []
-
-    def timing(models, variants, ids, **options):
-        asked.append(options["together"])
-        return []
-
-    monkeypatch.setattr(bench_e2e, "memory_limit", lambda: limit)
-    monkeypatch.setattr(bench_e2e, "time_generate", timing)
-    monkeypatch.setattr(bench_e2e, "WAITING", ())
-    bench = dataclasses.replace(BENCH, phases=(), generate=True)
-    for alone in (False, True):
-        one = dataclasses.replace(bench, compile_alone=alone)
-        list(generated(models, wide, prompt_ids(64, 1, 16, None), one, own=False, dense=DENSE))
-    assert asked == [together, False]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
