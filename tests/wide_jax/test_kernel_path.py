@@ -534,6 +534,25 @@ def test_one_router_and_dynamic_rope_generate_as_plain_jax():
     np.testing.assert_allclose(got.log_probs, wanted.log_probs, atol=1e-4)
 
 
+def test_one_router_that_is_asked_beside_given_masks_leaves_both_as_they_are():
+    """Its word holds for the FFN where it is followed only."""
+    config = tiny_config()
+    wide = WideConfig.layer_skipping(config)
+    batch = TokenBatch.from_lengths(jnp.arange(12)[None])
+    keys = jax.random.split(jax.random.key(4), 4)
+    masks = Masks(
+        tuple(jax.random.bernoulli(k, 0.5, (1, 12, 1)) for k in keys[:2]),
+        tuple(jax.random.bernoulli(k, 0.5, (1, 12, 1)) for k in keys[2:]),
+    )
+    for model in pair(wide):
+        wanted, _ = forward(model, batch, Forced(masks))
+        asked, output = forward(model, batch, Forced(masks, ask_routers=True))
+        np.testing.assert_array_equal(asked, wanted)
+        same(output.masks, masks)
+        _, free = forward(model, batch, Argmax())
+        np.testing.assert_array_equal(output.argmax.attention[0], free.masks.attention[0])
+
+
 def test_one_compiled_prefill_a_length_bucket_and_one_step():
     _, fast = pair()
     for compiled in (prefill, _decode_until):
