@@ -86,8 +86,8 @@ def time_generate(
         )
         return clock() - start, made
 
-    # One after another: XLA ends the process where one thread compiles while another's first calls
-    # are captured.
+    # Compiled before the rounds, or the first would last too long for a second one to warm up; and
+    # not side by side: XLA ends the process where one thread compiles while another captures.
     for index in range(len(variants)):
         for tokens in (1, 2 * steps):
             call(index, tokens)

@@ -86,12 +86,12 @@ def turns(
     """Rounds to take: whether one counts, and the contenders' order in it.
 
     The first two do not: a program's second call is still slow, where XLA captures its kernels.
-    That takes milliseconds, so one is enough where it takes longer than `seconds`. Then `rounds` of
-    them, 3 at least, and after these no more than fit into `seconds`.
+    That takes milliseconds, so one is enough where a round takes longer than `seconds`. Then
+    `rounds` of them, 3 at least, and after these no more than fit into `seconds`.
     """
     start = clock()
     for warming in range(WARMING):
-        if clock() - start <= seconds:
+        if warming == 0 or clock() - start <= seconds:
             yield False, order(contenders, warming)
     start = clock()
     for done in range(max(3, rounds)):

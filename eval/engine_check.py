@@ -93,7 +93,7 @@ class Found:
     @property
     def wrong(self) -> bool:
         """Whether anything is beyond its limit."""
-        return self.apart > 0 or not all(one <= FLOAT32_LIMIT for one in self.differences)
+        return bool(self.problems("it"))
 
     def problems(self, where: str) -> list[str]:
         """What is beyond its limit, in words."""
@@ -249,10 +249,8 @@ def _in_pieces(model: WideForCausalLM, expected: Expected, kernels: Kernels | No
         asked.append(decided)
     ids, masks = _part((expected.ids, expected.masks), tokens - steps, tokens)
     after, decided = _steps(graphdef, state, ids, masks, cache)
-    got, positions = (
-        jnp.concatenate([*logits, after]),
-        [half - 1, *range(tokens - steps - 1, tokens)],
-    )
+    got = jnp.concatenate([*logits, after])
+    positions = [half - 1, *range(tokens - steps - 1, tokens)]
     asked = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *asked, decided)
     difference = np.abs(np.asarray(got - expected.logits[:, jnp.array(positions)].swapaxes(0, 1)))
     return Found(tuple(difference.max(axis=(1, 2)).tolist()), *_differing(asked, expected))

@@ -176,7 +176,8 @@ class SpeedMeter:
                 )
             ]
             taken, cache = _in_turns(calls, cache, shape.repeats, self._clock)
-            _, cache = calls[-1](cache)  # whoever came last: steps follow the pruned prompt
+            if phase == "prefill":  # whoever came last: steps follow the pruned prompt
+                _, cache = calls[-1](cache)
             cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
             scale = 1e3 if phase == "prefill" else 1e3 / shape.steps
             names = (variant.name for variant in variants)

@@ -23,7 +23,6 @@ from wide_jax.params import RouterParam
 from wide_jax.partition import constrain
 from wide_jax.router import Router, decide
 from wide_jax.routing import (
-    Argmax,
     AttentionMask,
     FFNMask,
     Forced,
@@ -107,9 +106,10 @@ class DecoderLayer(nnx.Module):
         )
         attended, cache = self.self_attn(self.input_layernorm(x), shared, cache, attn_mask)
         x = constrain(x + attended, "hidden_BTD")
-        # A router was asked, and what it said was done: it decides for both.
-        if self.one_router and attn_argmax is not None and not isinstance(routing, Forced):
+        if self.one_router and attn_argmax is not None:  # a router was asked: it decides for both
             ffn_mask, ffn_argmax = attn_mask, attn_argmax
+            if isinstance(routing, Forced):
+                ffn_mask = routing.masks.ffn[self.layer]
         else:
             ffn_mask, ffn_argmax = decide(
                 self.router_ffn, x, routing, layer=self.layer, module="ffn"
@@ -141,6 +141,10 @@ class DecoderLayer(nnx.Module):
             attention=self.self_attn,
         )
         x, cache = pruned.attend(self.self_attn, x, attn, shared, cache, kernels)
+        one = self.one_router and attn.argmax is not None  # a router was asked: it decides for both
+        decided = attn if one else None
+        if one and isinstance(routing, Forced):
+            routing, decided = Forced(routing.masks), None
         ffn = pruned.decision(
             self.post_attention_layernorm,
             self.router_ffn,
@@ -152,12 +156,13 @@ class DecoderLayer(nnx.Module):
             module="ffn",
             groups=self.dense_ffn_groups,
             counter=attn.counter,
-            decided=attn if self.one_router and isinstance(routing, Argmax) else None,
+            decided=decided,
         )
         x = pruned.feed_forward(self.mlp, x, ffn, kernels)
         if cache is not None:
             cache = dataclasses.replace(cache, counter=ffn.counter)
-        return x, LayerDecisions(attn.mask, ffn.mask, attn.argmax, ffn.argmax), cache
+        argmax = attn.argmax, attn.argmax if one else ffn.argmax
+        return x, LayerDecisions(attn.mask, ffn.mask, *argmax), cache
 
 
 class DecoderModel(nnx.Module):

@@ -95,8 +95,8 @@ def decide(
     logits = router(x, training=isinstance(routing, GumbelSoftmax))
     argmax = constrain(execute_margin(logits) >= router.threshold, "mask_BTG")
     match routing:
-        case Forced(masks):  # who has no use for the decisions pays for them all the same
-            return jax.lax.optimization_barrier((getattr(masks, module)[layer], argmax))
+        case Forced(masks):
+            return getattr(masks, module)[layer], argmax
         case Argmax():
             return argmax, argmax
         case GumbelSoftmax():

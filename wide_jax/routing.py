@@ -59,9 +59,9 @@ class GumbelSoftmax:
 class Forced:
     """Use the given masks instead of the routers'.
 
-    `ask_routers`: compute the routers' decisions all the same, so that a benchmark of given masks
-    pays for routing, and report them beside the masks (`ModelOutput.argmax`): what every router
-    says where all before it did as they were told.
+    `ask_routers`: compute the routers' decisions too and report them (`ModelOutput.argmax`): what
+    every router says where all before it did as they were told. The kernel path pays for them
+    whether anyone reads them or not, as a benchmark of given masks has to.
     """
 
     masks: Masks

@@ -30,9 +30,10 @@ def gemm_k(
     """`y[m, n] = sum over k with mask[m, k // G] of h[m, k] w[n, k] + bias[n] + residual[m, n]`.
 
     The output and down projections: input group g is columns g G .. g G + G - 1 of h and w; w is
-    in Hugging Face's `[out, in]` layout. Sums are float32 and include bias and residual, each
-    added once whatever the mask; a token that skips every group gets just those. What h holds in
-    skipped (token, group) pairs, NaN included, does not matter. Weights must be finite.
+    in Hugging Face's `[out, in]` layout. Sums are float32 and include bias and residual (`dense`
+    rounds to h's dtype before and after each), added once whatever the mask; a token that skips
+    every group gets just those. What h holds in skipped (token, group) pairs, NaN included, does
+    not matter. Weights must be finite.
 
     Args:
         h: M tokens, bfloat16, float16 or float32.
@@ -40,7 +41,7 @@ def gemm_k(
         layout: `mask_layout(mask[M, groups], k_axis=True)`. Without `k_axis` the ordering that
             the kernels need is made inside this call.
         bias: of h's dtype.
-        residual: of h's dtype; added in the kernel that writes the result.
+        residual: of h's dtype; kernels add it where they write the result.
         group_size: G. Without it `groups` must divide K; with it the last group may be shorter.
         inputs_zeroed: static promise that h is exactly 0 in every skipped pair, as `swiglu_up`
             and the routed attention leave it. `dense` then reads h as it is; without the promise

@@ -16,7 +16,7 @@ def gemm_k(
     group_size: int,
 ) -> Float[Array, "M N"]:
     """See `reference.gemm_k`; the product is rounded to h's dtype before bias and
-    residual are added, and every sum is.
+    residual are added, and so is every sum.
 
     `mask` None: h already holds zeros where a group is skipped, and is used as it is.
     """

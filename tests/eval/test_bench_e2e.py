@@ -325,6 +325,7 @@ def test_turns_count_after_two_and_fit_the_time():
     assert taken(9, 4.5) == 2 * [False] + 5 * [True]
     assert taken(9, 1.0) == 2 * [False] + 3 * [True]
     assert taken(9, 0.9) == [False] + 3 * [True]  # a long round is warm after one
+    assert [counts for counts, _ in turns(2, 3, 0.0)] == [False] + 3 * [True]  # by a real clock
 
 
 @pytest.mark.parametrize(

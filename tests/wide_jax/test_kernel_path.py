@@ -551,6 +551,8 @@ def test_one_router_that_is_asked_beside_given_masks_leaves_both_as_they_are():
         same(output.masks, masks)
         _, free = forward(model, batch, Argmax())
         np.testing.assert_array_equal(output.argmax.attention[0], free.masks.attention[0])
+        for attention, ffn in zip(output.argmax.attention, output.argmax.ffn, strict=True):
+            np.testing.assert_array_equal(ffn, attention)  # its own router is never asked
 
 
 def test_one_compiled_prefill_a_length_bucket_and_one_step():
